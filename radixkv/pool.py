@@ -1,0 +1,166 @@
+"""Who owns which block.
+
+The pool holds `num_blocks` block ids and nothing else: no tokens, no tensors. A block is in exactly one state:
+
+    free      nobody owns it
+    private   one or more block tables own it (more than one after a fork)
+    cached    the tree owns it; tables that read it hold a lock on its node instead of owning it
+
+Moves: free -> private (`allocate`), private -> cached (`give_to_tree`), private or cached -> free (`release`).
+A table's reference to a cached block is *not* counted here: the lock on the node at the end of its path keeps all the
+blocks of the path, so a request that hits 500 blocks costs one increment and not 500.
+
+Invariants: free + private + cached = num_blocks; an id is handed out at most once until it is released.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from .errors import OutOfBlocks
+
+FREE = 0
+CACHED = -1  # in `_owners`; a positive number counts the tables that own the block
+
+
+class BlockPool:
+    """Hands out block ids, in ascending contiguous runs where it can.
+
+    >>> pool = BlockPool(8)
+    >>> list(pool.allocate(3)), pool.num_free
+    ([0, 1, 2], 5)
+    """
+
+    __slots__ = ("_cursor", "_owners", "_used", "num_blocks", "num_cached", "num_free")
+
+    def __init__(self, num_blocks: int) -> None:
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
+            raise TypeError(f"num_blocks must be an integer, not {num_blocks!r}")
+        if not 1 <= num_blocks < 2**31:
+            raise ValueError(f"num_blocks is {num_blocks}; allowed: 1 <= num_blocks < 2**31")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self._owners = array("i", bytes(4 * num_blocks))
+        self._used = bytearray(num_blocks)  # 0 = free; a run of n free blocks is found as n zero bytes, by memchr
+        self._cursor = 0
+
+    @property
+    def num_private(self) -> int:
+        """Blocks owned by at least one table."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    def num_owners(self, block_id: int) -> int:
+        """Tables that own the block, or 1 for the tree; 0 if it is free."""
+        return abs(self._owners[block_id])
+
+    def is_cached(self, block_id: int) -> bool:
+        """The tree owns the block."""
+        return self._owners[block_id] == CACHED
+
+    def allocate(self, num_blocks: int, after: int | None = None) -> array[int]:
+        """Takes `num_blocks` free blocks for one table; their ids, ascending by one where there is such a run.
+
+        after: a block id; its successors are preferred, so that a growing request keeps one contiguous run.
+        Raises OutOfBlocks, and takes nothing, if fewer are free. O(num_blocks), plus a memchr over the pool.
+        """
+        if num_blocks > self.num_free:
+            raise OutOfBlocks(num_blocks, self.num_free, 0)
+        if num_blocks == 0:
+            return array("I")
+        used = self._used
+        wanted = bytes(num_blocks)
+        if after is not None and used.startswith(wanted, after + 1):
+            start = after + 1
+        else:
+            # Next fit: going round keeps long runs whole, where first fit would nibble at the same low ids for ever.
+            start = used.find(wanted, self._cursor)
+            if start < 0:
+                start = used.find(wanted)
+        if start >= 0:
+            block_ids = array("I", range(start, start + num_blocks))
+            used[start : start + num_blocks] = b"\1" * num_blocks
+            self._cursor = start + num_blocks
+        else:
+            block_ids = self._take_scattered(num_blocks)
+        owners = self._owners
+        for block_id in block_ids:
+            owners[block_id] = 1
+        self.num_free -= num_blocks
+        return block_ids
+
+    def _take_scattered(self, num_blocks: int) -> array[int]:
+        """The lowest free blocks, run by run: there is no single run of that length."""
+        used = self._used
+        block_ids = array("I")
+        start = 0
+        while len(block_ids) < num_blocks:
+            start = used.find(0, start)
+            stop = used.find(1, start)
+            if stop < 0:
+                stop = self.num_blocks
+            stop = min(stop, start + num_blocks - len(block_ids))
+            block_ids.extend(range(start, stop))
+            used[start:stop] = b"\1" * (stop - start)
+            start = stop
+        return block_ids
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Counts one more owning table for each block (a fork). Raises ValueError for one that no table owns."""
+        block_ids = list(block_ids)
+        for block_id in block_ids:
+            if self._owners[block_id] <= 0:
+                raise ValueError(f"block {block_id} is not private, so no other table can own it too")
+        for block_id in block_ids:
+            self._owners[block_id] += 1
+
+    def give_to_tree(self, block_ids: Iterable[int]) -> None:
+        """Private blocks become cached ones, whichever tables owned them until now."""
+        owners = self._owners
+        for block_id in block_ids:
+            assert owners[block_id] > 0, f"block {block_id} is not private, so no table can hand it to the tree"
+            owners[block_id] = CACHED
+            self.num_cached += 1
+
+    def release(self, block_ids: Iterable[int]) -> int:
+        """Takes away one owner of each block; the number of blocks that are free now because of it. O(len(block_ids)).
+
+        Raises ValueError, with nothing changed, for a block that is free already or never existed.
+        """
+        block_ids = list(block_ids)
+        owners = self._owners
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks or owners[block_id] == FREE:
+                raise ValueError(f"block {block_id} cannot be released: it is not allocated")
+        if len(set(block_ids)) != len(block_ids):
+            raise ValueError("a block cannot be released twice in one call")
+        num_freed = 0
+        for block_id in block_ids:
+            if owners[block_id] > 1:
+                owners[block_id] -= 1
+                continue
+            if owners[block_id] == CACHED:
+                self.num_cached -= 1
+            owners[block_id] = FREE
+            self._used[block_id] = 0
+            num_freed += 1
+        self.num_free += num_freed
+        return num_freed
+
+    def check(self) -> None:
+        """Recounts the pool; AssertionError with a sentence if a count is wrong."""
+        owners = self._owners
+        num_free = sum(1 for count in owners if count == FREE)
+        num_cached = sum(1 for count in owners if count == CACHED)
+        assert min(owners) >= CACHED, f"a block has a negative number of owners\n{self.show()}"
+        assert num_free == self.num_free, f"{num_free} blocks are free, num_free says {self.num_free}\n{self.show()}"
+        assert num_cached == self.num_cached, f"{num_cached} cached, num_cached says {self.num_cached}\n{self.show()}"
+        for block_id, count in enumerate(owners):
+            assert (count == FREE) == (self._used[block_id] == 0), f"block {block_id} is free in one map only"
+
+    def show(self) -> str:
+        """The pool as one line of counts and one of characters: `.` free, `c` cached, `1`-`9` owning tables."""
+        strip = "".join("." if n == FREE else "c" if n == CACHED else str(min(n, 9)) for n in self._owners[:256])
+        more = "…" if self.num_blocks > 256 else ""
+        return f"{self.num_blocks} blocks: {self.num_free} free, {self.num_cached} cached, {self.num_private} private\n{strip}{more}"
