@@ -1,7 +1,7 @@
 """engine: a decoder that lives on radixkv.
 
-`LLM` and `SamplingParams` are what a user needs; they are imported when first asked for, so that the command line and the
-scheduler work without loading torch.
+`LLM` and `SamplingParams` are what a user needs; they are imported when first asked for, so that the command line and
+the scheduler work without loading torch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ def parse_size(size: int | str) -> int:
     else:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", str(size), re.IGNORECASE)
         if found is None:
-            raise ValueError(f"size {size!r} is not understood; allowed: bytes, or a number with KB, MB, GB, KiB, MiB, GiB")
+            raise ValueError(
+                f"size {size!r} is not understood; allowed: bytes, or a number with KB, MB, GB, KiB, MiB, GiB"
+            )
         num_bytes = int(float(found[1]) * _UNITS[(found[2] or "").lower()])
     if num_bytes <= 0:
         raise ValueError(f"size {size!r} is not positive")

@@ -1,8 +1,8 @@
 """`LLM`: what a user holds. Text and messages in, text out, with a prefix cache in between.
 
-    >>> from engine import LLM, SamplingParams                                        # doctest: +SKIP
-    >>> llm = LLM("smollm2-135m")                                                     # doctest: +SKIP
-    >>> llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text   # doctest: +SKIP
+>>> from engine import LLM, SamplingParams                                        # doctest: +SKIP
+>>> llm = LLM("smollm2-135m")                                                     # doctest: +SKIP
+>>> llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text   # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """An output for each prompt, in their order; all of them share each step.
 
-        prompts: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}` with an optional "namespace", or a list
-        of these. params: for all, or one for each. progress: a bar on stderr.
+        prompts: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}` with an optional "namespace", or a
+        list of these. params: for all, or one for each. progress: a bar on stderr.
         Raises ValueError or TypeError for a prompt that is empty, too long, or has ids outside the vocabulary, before
         any of them starts. If it is interrupted, no request is left behind.
         """
@@ -161,7 +161,9 @@ class LLM:
             params = SamplingParams()
         params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
         if len(params_list) != len(prompt_list):
-            raise ValueError(f"{len(params_list)} sampling params for {len(prompt_list)} prompts; allowed: one, or one for each")
+            raise ValueError(
+                f"{len(params_list)} sampling params for {len(prompt_list)} prompts; allowed: one, or one for each"
+            )
         requests = [self._request(*pair) for pair in zip(prompt_list, params_list, strict=True)]
         return self._run(requests, progress)
 
@@ -208,7 +210,9 @@ class LLM:
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_FIELDS
             if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-                raise ValueError(f"a prompt has either prompt or prompt_token_ids, and namespace if wanted, not {sorted(prompt)}")
+                raise ValueError(
+                    f"a prompt has either prompt or prompt_token_ids, and namespace if wanted, not {sorted(prompt)}"
+                )
             namespace = prompt.get("namespace")
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -217,11 +221,13 @@ class LLM:
         if not token_ids:
             raise ValueError("the prompt is empty; allowed: one token and more")
         if max(token_ids) >= self._decoder.vocab_size:
-            raise ValueError(f"token id {max(token_ids)} is not in the vocabulary; allowed: 0 to {self._decoder.vocab_size - 1}")
+            raise ValueError(
+                f"token id {max(token_ids)} is not in the vocabulary; allowed: 0 to {self._decoder.vocab_size - 1}"
+            )
         if len(token_ids) >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; allowed: at most {self.max_model_len - 1}, so that one more fits "
-                f"the context of {self.max_model_len}"
+                f"the prompt has {len(token_ids)} tokens; allowed: at most {self.max_model_len - 1}, so that one more "
+                f"fits the context of {self.max_model_len}"
             )
         return Request(
             request_id=str(next(self._ids)),

@@ -1,7 +1,7 @@
 """A request on its way through the engine, and what comes out of it. Imports no torch.
 
-    WAITING ──admitted──> RUNNING ──last token──> FINISHED
-       └────────────────────┴──────abort──────────────┘
+WAITING ──admitted──> RUNNING ──last token──> FINISHED
+   └────────────────────┴──────abort──────────────┘
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation. `token_ids` includes the end-of-sequence token that ended it; `text` shows no special tokens."""
+    """One continuation.
+
+    `token_ids` includes the end-of-sequence token that ended it; `text` shows no special tokens.
+    """
 
     index: int
     text: str

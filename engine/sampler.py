@@ -11,7 +11,9 @@ from torch import Tensor
 from .sampling_params import SamplingParams
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> list[int]:
     """A token id for each row. logits: (R, vocab) float32.
 
     A sampled row's randomness is a function of its seed and the position of the token in its output alone, so that

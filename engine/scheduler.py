@@ -51,8 +51,8 @@ class Scheduler:
         if needed > self.cache.num_blocks:
             raise ValueError(
                 f"request {request.request_id!r} may need {needed} blocks of {self.cache.block_size} tokens for its "
-                f"{len(request.prompt)} prompt tokens and up to {request.max_total_tokens - len(request.prompt)} output "
-                f"tokens; the pool has {self.cache.num_blocks}"
+                f"{len(request.prompt)} prompt tokens and up to {request.max_total_tokens - len(request.prompt)} "
+                f"output tokens; the pool has {self.cache.num_blocks}"
             )
         self.waiting.append(request)
 

@@ -1,7 +1,7 @@
 """radixkv: the KV cache of a transformer decoder, managed the way an operating system manages memory.
 
 Fixed-size blocks of one pool, a block table per request, and a radix tree over token sequences that finds the longest
-cached start of any prompt in one walk. Imports no tensor library; `radixkv.storage` holds the tensors where there are any.
+cached start of any prompt in one walk. Imports no tensor library; `radixkv.storage` holds the tensors where there are.
 """
 
 from .cache import Allocation, PrefixCache, PrefixMatch

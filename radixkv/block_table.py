@@ -6,8 +6,8 @@
              one lock at     as long as they have not diverged
              `node`
 
-The first `num_shared` blocks are the path to `node` in the tree, protected by one lock. The rest is private. A cached block
-that the request wants to write in place is replaced by a private copy; `detached` names the places where that happened.
+The first `num_shared` blocks are the path to `node` in the tree, protected by one lock. The rest is private. A cached
+block that the request wants to write in place is replaced by a private copy; `detached` names the places of those.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BlockTable:
     def show(self) -> str:
         """The table in a line."""
         return (
-            f"request {self.request_id!r}: {self.num_tokens} tokens ({self.num_cached_tokens} cached, {self.num_computed} "
-            f"computed), blocks {describe_blocks(self.block_ids[: self.num_shared])} | "
+            f"request {self.request_id!r}: {self.num_tokens} tokens ({self.num_cached_tokens} cached, "
+            f"{self.num_computed} computed), blocks {describe_blocks(self.block_ids[: self.num_shared])} | "
             f"{describe_blocks(self.block_ids[self.num_shared :])}"
         )

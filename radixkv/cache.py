@@ -166,9 +166,7 @@ class PrefixCache:
 
     # ---------------------------------------------------------------- looking up
 
-    def lookup_prefix(
-        self, token_ids: TokenKey | Iterable[int] | Any, namespace: NamespaceLike = None
-    ) -> PrefixMatch:
+    def lookup_prefix(self, token_ids: TokenKey | Iterable[int] | Any, namespace: NamespaceLike = None) -> PrefixMatch:
         """How much of a prompt is cached, exact to the token. Read-only: not even the order of use changes.
 
         `allocate` uses at most len(token_ids) - 1 of it, since one token must be computed to predict the next.
@@ -270,7 +268,9 @@ class PrefixCache:
         """
         table = self._table(request_id)
         if _integer(num_computed_tokens, "num_computed_tokens") > table.num_tokens:
-            raise ValueError(f"num_computed_tokens is {num_computed_tokens}; only {table.num_tokens} tokens have a slot")
+            raise ValueError(
+                f"num_computed_tokens is {num_computed_tokens}; only {table.num_tokens} tokens have a slot"
+            )
         if num_computed_tokens < table.num_computed:
             raise ValueError(f"num_computed_tokens is {num_computed_tokens}; {table.num_computed} were computed before")
         tick = self._checked_tick(tick)
@@ -334,7 +334,7 @@ class PrefixCache:
         self._tables[child_id] = child
 
     def write(self, request_id: str | int, block_index: int) -> int:
-        """The block to write to in place, at this place of the request's table: its own copy if others read the old one.
+        """The block to write to at this place of the request's table: its own copy if others read the old one.
 
         Raises OutOfBlocks with nothing changed; IndexError for a place beyond the table.
         """
@@ -361,7 +361,7 @@ class PrefixCache:
         del self._tables[request_id]
 
     def _keep_partial_tail(self, table: BlockTable, tick: int) -> int | None:
-        """Hands the computed tokens of the tail block to the tree as a partial leaf; the block, or None if not wanted."""
+        """The tail block, if its computed tokens were handed to the tree as a partial leaf; None if not wanted."""
         first = table.num_shared * self.block_size
         num_tokens = table.num_computed - first
         if not self.keep_partial or not self.min_copy_tokens <= num_tokens:
@@ -453,7 +453,9 @@ class PrefixCache:
         self.pool.check()
         self.tree.check()
         in_tree = [block_id for node in self.tree.nodes() for block_id in node.blocks]
-        assert len(in_tree) == self.num_cached_blocks, f"the tree holds {len(in_tree)} blocks, the pool counts otherwise"
+        assert len(in_tree) == self.num_cached_blocks, (
+            f"the tree holds {len(in_tree)} blocks, the pool counts otherwise"
+        )
         for block_id in in_tree:
             assert self.pool.is_cached(block_id), f"block {block_id} is in the tree, but the pool does not say so"
         tables_naming: dict[int, int] = {}
@@ -469,7 +471,9 @@ class PrefixCache:
             for index, block_id in enumerate(path):
                 assert index in table.detached or table.block_ids[index] == block_id, f"{table.show()}: not its path"
             for block_id in table.private_blocks():
-                assert not self.pool.is_cached(block_id), f"{table.show()}: block {block_id} is the tree's, without a lock"
+                assert not self.pool.is_cached(block_id), (
+                    f"{table.show()}: block {block_id} is the tree's, without a lock"
+                )
                 tables_naming[block_id] = tables_naming.get(block_id, 0) + 1
             locks[id(table.node)] = locks.get(id(table.node), 0) + 1
         for block_id, count in tables_naming.items():
@@ -486,7 +490,8 @@ class PrefixCache:
         """Pool, running requests and tree as text. decode: a tokenizer's `decode`, to show text instead of ids."""
         head = (
             f"{self.num_blocks} blocks of {self.block_size} tokens: {self.num_free_blocks} free, "
-            f"{self.num_evictable_blocks} evictable, {self.num_protected_blocks} protected, {self.num_private_blocks} private"
+            f"{self.num_evictable_blocks} evictable, {self.num_protected_blocks} protected, "
+            f"{self.num_private_blocks} private"
         )
         tables = [table.show() for table in self._tables.values()]
         return "\n".join([head, *tables, self.tree.show(decode, most)])

@@ -163,4 +163,5 @@ class BlockPool:
         """The pool as one line of counts and one of characters: `.` free, `c` cached, `1`-`9` owning tables."""
         strip = "".join("." if n == FREE else "c" if n == CACHED else str(min(n, 9)) for n in self._owners[:256])
         more = "…" if self.num_blocks > 256 else ""
-        return f"{self.num_blocks} blocks: {self.num_free} free, {self.num_cached} cached, {self.num_private} private\n{strip}{more}"
+        counts = f"{self.num_free} free, {self.num_cached} cached, {self.num_private} private"
+        return f"{self.num_blocks} blocks: {counts}\n{strip}{more}"

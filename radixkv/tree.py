@@ -1,6 +1,6 @@
 """The radix tree: which runs of blocks hold which token sequences.
 
-Owns nodes, locks, and the order in which unlocked leaves are evicted. Knows nothing about the pool, requests or tensors.
+Owns nodes, locks, and the order in which unlocked leaves are evicted. Knows nothing of the pool, requests or tensors.
 
 Edges are split at block boundaries only, so that a block belongs to exactly one node:
 
@@ -10,18 +10,19 @@ Edges are split at block boundaries only, so that a block belongs to exactly one
                                                       └── X Y   3 4
 
 Where a prompt leaves the tree in the middle of a block, the block that shares the most leading tokens is one of at most
-two neighbours in the sorted children (or the next block of the same edge); `match` names it, so that its keys and values
-can be copied instead of computed.
+two neighbours in the sorted children (or the next block of the same edge); `match` names it, so that its K and V can be
+copied instead of computed.
 
-Invariants (`check`): siblings differ in their first block; only a root is empty; a label has as many tokens as its run has
-slots, except in a partial leaf, which is a leaf, never locked, and no prefix of a sibling; lock_ref = requests that end
-here + locked children; the eviction order holds exactly the unlocked leaves; a parent's tick is at least its child's.
+Invariants (`check`): siblings differ in their first block; only a root is empty; a label has as many tokens as its run
+has slots, except in a partial leaf, which is a leaf, never locked, and no prefix of a sibling; lock_ref = requests that
+end here + locked children; the eviction order holds exactly the unlocked leaves; a parent's tick is at least its child's.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict, SortedList
@@ -159,7 +160,7 @@ class RadixTree:
 
     def nodes(self) -> Iterator[RadixNode]:
         """Every node, roots included, parents before children, in token order."""
-        stack = [root for _, root in sorted(self._roots.items(), reverse=True)]
+        stack: list[RadixNode] = [root for _, root in sorted(self._roots.items(), reverse=True)]
         while stack:
             node = stack.pop()
             yield node
@@ -189,8 +190,8 @@ class RadixTree:
     ) -> Inserted:
         """Adds `label`, whole blocks of tokens, below the end of `node`, and stamps the path with `tick`.
 
-        Where the tree has those tokens already its own blocks stay. may_extend: the caller holds the only lock that ends
-        at `node`; if nothing hangs below it, its edge grows instead of getting a child, so that a request that decodes
+        Where the tree has those tokens already its own blocks stay. may_extend: the caller holds the only lock that
+        ends at `node`; if nothing hangs below it, its edge grows instead of getting a child, so that a request that decodes
         for long makes one node and not one per block. O(nodes walked + len(blocks)).
         """
         match = self._descend(node, label, 0, len(label))
@@ -308,7 +309,7 @@ class RadixTree:
     # ---------------------------------------------------------------- locks and recency
 
     def lock(self, namespace: Namespace, match: Match) -> RadixNode:
-        """Protects the matched path, splitting its last node where the path ends inside it; the node that now ends there.
+        """The node at the end of the matched path, now protected; split off where the path ends inside a node.
 
         The part of that node that was not matched keeps its tick and stays evictable. Undone by `unlock_node`.
         """
@@ -371,8 +372,8 @@ class RadixTree:
     def evict(self, num_blocks: int) -> array[int]:
         """Ids of up to `num_blocks` blocks that left the tree, fewer only if no more are evictable.
 
-        Exact: the leaf of the lowest rank is trimmed from its end by just the blocks needed, and a parent that becomes a
-        leaf takes its place in the order. The same as evicting block by block in (rank, deepest first) order.
+        Exact: the leaf of the lowest rank is trimmed from its end by just the blocks needed, and a parent that becomes
+        a leaf takes its place in the order. The same as evicting block by block in (rank, deepest first) order.
         O(log leaves) per leaf touched + O(num_blocks).
         """
         order = self._order
@@ -415,7 +416,9 @@ class RadixTree:
         owner: dict[int, RadixNode] = {}
         for node in self.nodes():
             children = node.children
-            assert node.lock_ref >= sum(child.lock_ref > 0 for child in children.values()), "lock_ref misses a locked child"
+            assert node.lock_ref >= sum(child.lock_ref > 0 for child in children.values()), (
+                "lock_ref misses a locked child"
+            )
             assert children or children is NO_CHILDREN, "a node without children keeps a container of its own"
             for first_block, child in children.items():
                 assert child.parent is node, "a child does not point to its parent"
@@ -424,7 +427,7 @@ class RadixTree:
                 assert child.tick <= node.tick, "a child was used later than its parent"
             keys = list(children)
             assert keys == sorted(keys), "children are out of order"
-            for left, right in zip(keys, keys[1:], strict=False):
+            for left, right in pairwise(keys):
                 assert not right.startswith(left), "a partial leaf is the start of a sibling"
             if node.parent is None:
                 assert not node.label and not node.blocks, "a root has tokens or blocks"
@@ -448,7 +451,9 @@ class RadixTree:
         assert num_nodes == self.num_nodes, f"{num_nodes} nodes, num_nodes says {self.num_nodes}"
         assert num_blocks == self.num_blocks, f"{num_blocks} blocks, num_blocks says {self.num_blocks}"
         assert num_protected == self.num_protected, f"{num_protected} protected, counter says {self.num_protected}"
-        assert len(leaves) == len(self._order), "the eviction order has more or fewer nodes than there are unlocked leaves"
+        assert len(leaves) == len(self._order), (
+            "the eviction order has more or fewer nodes than there are unlocked leaves"
+        )
         for leaf in leaves:
             entry = (self._rank(leaf), -leaf.end, leaf.serial, leaf)
             assert leaf.order_entry == entry, f"{leaf!r} stands in the eviction order with an old rank"
@@ -457,7 +462,7 @@ class RadixTree:
     def show(self, decode: Callable[[list[int]], str] | None = None, most: int = 60) -> str:
         """The tree as text, a line per node: range of tokens, run, lock, tick, first tokens.
 
-        decode: turns token ids into text, for instance a tokenizer's `decode`. Lines after the first `most` are counted.
+        decode: turns token ids into text, for instance a tokenizer's `decode`. Lines beyond `most` are counted only.
         """
         lines = [
             f"radix tree: {self.num_nodes} nodes, {self.num_blocks} blocks of {self.block_size} tokens, "
@@ -477,10 +482,13 @@ class RadixTree:
             bar = bars[id(node.parent)]
             bars[id(node)] = bar + ("   " if is_last else "│  ")
             first = (node.end - len(node.blocks)) * self.block_size
-            ids = unpack(node.label[: 8 * TOKEN_BYTES])
-            text = repr(decode(unpack(node.label[: 12 * TOKEN_BYTES])))[:50] if decode else " ".join(map(str, ids))
+            if decode is None:
+                text = " ".join(map(str, unpack(node.label[: 8 * TOKEN_BYTES])))
+            else:
+                text = repr(decode(unpack(node.label[: 12 * TOKEN_BYTES])))[:50]
             lines.append(
-                f"{bar}{'└─' if is_last else '├─'} [{first}, {first + node.num_tokens}) blocks {describe_blocks(node.blocks)}"
-                f"  {f'lock {node.lock_ref}  ' if node.lock_ref else ''}tick {node.tick}  {text}"
+                f"{bar}{'└─' if is_last else '├─'} [{first}, {first + node.num_tokens}) "
+                f"blocks {describe_blocks(node.blocks)}  {f'lock {node.lock_ref}  ' if node.lock_ref else ''}"
+                f"tick {node.tick}  {text}"
             )
         return "\n".join(lines)
