@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from .node import RadixNode, describe_blocks
+from .node import RadixNode, Use, describe_blocks
 from .pool import BlockPool
 from .tokens import TOKEN_BYTES, Namespace
 
@@ -26,19 +26,21 @@ class BlockTable:
     tokens        packed ids of all tokens that have a slot: the prompt and what was appended
     num_computed  leading tokens whose KV exists, as the request's owner said with `commit`
     num_cached_tokens   prompt tokens whose KV came from the cache
+    use           when the request came, and the priority it gave to what it uses
     forks         all tables with which this one may share private blocks, itself included
     """
 
     __slots__ = (
         "block_ids", "block_size", "detached", "forks", "namespace", "node", "num_cached_tokens", "num_computed",
-        "num_shared", "request_id", "tokens",
+        "num_shared", "request_id", "tokens", "use",
     )  # fmt: skip
 
-    def __init__(self, request_id: str | int, namespace: Namespace, block_size: int, node: RadixNode) -> None:
+    def __init__(self, request_id: str | int, namespace: Namespace, block_size: int, node: RadixNode, use: Use) -> None:
         self.request_id = request_id
         self.namespace = namespace
         self.block_size = block_size
         self.node = node
+        self.use = use
         self.tokens = bytearray()
         self.block_ids = array("I")
         self.num_shared = 0

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 from .block_table import BlockTable
 from .errors import DuplicateRequest, OutOfBlocks, UnknownRequest
-from .eviction import Rank, rank_of
+from .eviction import EvictionPolicy, policy_of
+from .node import RadixNode, Use
 from .pool import BlockPool
 from .stats import CacheStats
 from .tokens import TOKEN_BYTES, NamespaceLike, TokenKey, pack
@@ -73,7 +74,8 @@ class PrefixCache:
     """A paged KV cache with a radix tree over what it holds.
 
     num_blocks, block_size   the pool: blocks, and tokens per block
-    policy            which unlocked leaf goes first: "lru", or a function that ranks a node (lowest first)
+    policy            which unlocked leaf goes first: "lru", "lfu", "fifo", "mru", "slru", "priority", "cost", an
+                      `EvictionPolicy`, or a function that ranks a node (lowest first)
     storage           owner of the tensors, for copies; None where there are none (simulation)
     keep_partial      a finished request's partly filled last block stays findable
     min_copy_tokens   a hit inside a block is taken by copying only if it saves at least so many tokens
@@ -91,7 +93,7 @@ class PrefixCache:
         self,
         num_blocks: int,
         block_size: int = 16,
-        policy: str | Rank = "lru",
+        policy: str | EvictionPolicy | Callable[[RadixNode], Any] = "lru",
         storage: Storage | None = None,
         *,
         keep_partial: bool = True,
@@ -111,7 +113,7 @@ class PrefixCache:
         self.keep_partial = keep_partial
         self.min_copy_tokens = min_copy_tokens
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(block_size, rank_of(policy))
+        self.tree = RadixTree(block_size, policy_of(policy, block_size))
         self.stats = CacheStats()
         self.storage = storage
         self._tables: dict[str | int, BlockTable] = {}
@@ -190,10 +192,14 @@ class PrefixCache:
         namespace: NamespaceLike = None,
         *,
         tick: int | None = None,
+        priority: int = 0,
+        ttl: int | None = None,
     ) -> Allocation:
         """A block table for a prompt: its longest cached start shared, the rest from the pool.
 
         Where the prompt leaves the tree inside a block, the leading tokens' KV is copied into the request's own block.
+        priority, ttl: for the "priority" policy; what the request uses keeps that priority for `ttl` ticks (None: until
+        it is evicted all the same, when nothing of lower priority is left).
         Raises OutOfBlocks, with nothing changed, if free blocks and those evictable beside the hit do not suffice;
         DuplicateRequest; ValueError for an empty prompt. If the storage fails to copy, nothing is taken (blocks
         evicted to make room stay evicted). O(nodes on the path + blocks).
@@ -203,7 +209,12 @@ class PrefixCache:
         num_tokens = len(key)
         if num_tokens == 0:
             raise ValueError("token_ids is empty; allowed: one token and more")
+        if _integer(priority, "priority") < 0:
+            raise ValueError(f"priority is {priority}; allowed: 0 and more")
+        if ttl is not None and _integer(ttl, "ttl") < 1:
+            raise ValueError(f"ttl is {ttl}; allowed: 1 and more, or None")
         tick = self._checked_tick(tick)
+        use = Use(tick, tick, 1, priority, tick + ttl if priority and ttl is not None else None)
         # 1. Look, change nothing. One prompt token is always computed, hence the limit.
         match = self.tree.match(key, num_tokens - 1)
         num_shared = len(match.blocks)
@@ -215,7 +226,7 @@ class PrefixCache:
             raise OutOfBlocks(needed, self.num_free_blocks, evictable)
         # 3. Pin the hit, then make room beside it.
         node = self.tree.lock(key.namespace, match)
-        new_blocks = self._take(needed, after=match.blocks[-1] if num_shared else None)
+        new_blocks = self._take(needed, after=match.blocks[-1] if num_shared else None, now=tick)
         # 4. The block to copy from may have been evicted just now, and even be the target: its content still stands,
         #    since nothing has been written since.
         if num_copied:
@@ -228,8 +239,8 @@ class PrefixCache:
             self.stats.partial_copies += 1
             self.stats.copied_tokens += num_copied
         # 5. Nothing can fail from here on.
-        self.tree.stamp(node, tick)
-        table = BlockTable(request_id, key.namespace, self.block_size, node)
+        self.tree.touch(node, use)
+        table = BlockTable(request_id, key.namespace, self.block_size, node, use)
         table.tokens += key.data
         table.block_ids = match.blocks + new_blocks
         table.num_shared = num_shared
@@ -299,7 +310,7 @@ class PrefixCache:
         old_node = table.node
         may_extend = old_node.lock_ref == 1
         mine = table.block_ids[first:num_full]
-        inserted = self.tree.insert_below(old_node, label, mine, tick, may_extend)
+        inserted = self.tree.insert_below(old_node, label, mine, table.use._replace(tick=tick), may_extend)
         existing = inserted.num_existing
         new = mine[existing:]
         self.pool.give_to_tree(new)
@@ -320,7 +331,7 @@ class PrefixCache:
         """
         parent = self._table(parent_id)
         self._require_new(child_id)
-        child = BlockTable(child_id, parent.namespace, self.block_size, parent.node)
+        child = BlockTable(child_id, parent.namespace, self.block_size, parent.node, parent.use)
         child.tokens += parent.tokens
         child.block_ids = parent.block_ids[:]
         child.num_shared = parent.num_shared
@@ -355,7 +366,7 @@ class PrefixCache:
         if tail is not None:
             private.remove(tail)
         self.pool.release(private)
-        self.tree.stamp(table.node, tick)
+        self.tree.touch(table.node, table.use._replace(tick=tick), above=table.node)
         self.tree.unlock_node(table.node)
         table.forks.discard(table)
         del self._tables[request_id]
@@ -370,7 +381,7 @@ class PrefixCache:
         if self.pool.num_owners(block_id) > 1:
             return None  # a fork goes on writing to it
         label = bytes(table.tokens[first * TOKEN_BYTES : table.num_computed * TOKEN_BYTES])
-        inserted = self.tree.insert_partial(table.node, label, block_id, tick)
+        inserted = self.tree.insert_partial(table.node, label, block_id, table.use._replace(tick=tick))
         if inserted.num_existing:
             return None
         self.pool.give_to_tree(inserted.blocks)
@@ -383,7 +394,10 @@ class PrefixCache:
         """Frees up to `num_blocks` evictable blocks, the policy's first choice first; how many were freed."""
         if _integer(num_blocks, "num_blocks") < 0:
             raise ValueError(f"num_blocks is {num_blocks}; allowed: 0 and more")
-        evicted = self.tree.evict(num_blocks)
+        return self._evict(num_blocks, self._tick)
+
+    def _evict(self, num_blocks: int, now: int) -> int:
+        evicted = self.tree.evict(num_blocks, now)
         self.stats.evicted_blocks += len(evicted)
         return self.pool.release(evicted)
 
@@ -397,13 +411,13 @@ class PrefixCache:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _take(self, num_blocks: int, after: int | None = None) -> array[int]:
+    def _take(self, num_blocks: int, after: int | None = None, now: int = 0) -> array[int]:
         """Takes blocks from the pool, evicting only as many as are missing. Raises OutOfBlocks before any change."""
         missing = num_blocks - self.pool.num_free
         if missing > 0:
             if missing > self.num_evictable_blocks:
                 raise OutOfBlocks(num_blocks, self.num_free_blocks, self.num_evictable_blocks)
-            self.evict(missing)
+            self._evict(missing, max(now, self._tick))
         return self.pool.allocate(num_blocks, after)
 
     def _copy(self, source: int, target: int, num_tokens: int) -> None:

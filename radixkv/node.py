@@ -6,7 +6,7 @@ A plain record; `RadixTree` keeps its invariants. Slots and lazily made children
 from __future__ import annotations
 
 from array import array
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sortedcontainers import SortedDict
 
@@ -19,6 +19,30 @@ Children: TypeAlias = "SortedDict[bytes, RadixNode]"
 NO_CHILDREN: Children = SortedDict()
 
 
+class Use(NamedTuple):
+    """How a path is used: what `RadixNode` records of it, under the same names."""
+
+    tick: int
+    created: int
+    uses: int = 1
+    priority: int = 0
+    expires: int | None = None
+    age: float = 0.0
+
+
+class Ranking(Protocol):
+    """What the tree asks of an eviction policy (`radixkv.eviction.EvictionPolicy`)."""
+
+    fields: tuple[str, ...]
+    age: float
+
+    def rank(self, node: RadixNode) -> Any:
+        """What to sort unlocked leaves by; the lowest is evicted first."""
+
+    def evicted(self, rank: Any) -> None:
+        """A leaf of that rank was evicted, in whole or in part."""
+
+
 class RadixNode:
     """One edge of the tree.
 
@@ -28,14 +52,21 @@ class RadixNode:
     children  by their packed first block, in token order (a partial leaf: by its whole label, which is shorter)
     lock_ref  requests whose path ends here, plus children with lock_ref > 0
     tick      of the last use of a path through this node; never older than a child's
+    created   tick at which the request came that inserted the blocks
+    uses      requests that used them since; counted where the policy asks for it
+    priority, expires   soft retention: until tick `expires` (None: no end), for the priority policy
+    age       of the policy at the last use, for policies that age
     serial    unique, ascending by creation: the last tie-break of the eviction order
     order_entry   this node's entry in the eviction order, or None when it is locked or has children
     """
 
-    __slots__ = ("blocks", "children", "end", "label", "lock_ref", "order_entry", "parent", "serial", "tick")
+    __slots__ = (
+        "age", "blocks", "children", "created", "end", "expires", "label", "lock_ref", "order_entry", "parent",
+        "priority", "serial", "tick", "uses",
+    )  # fmt: skip
 
     def __init__(
-        self, label: bytes, blocks: array[int], parent: RadixNode | None, end: int, tick: int, serial: int
+        self, label: bytes, blocks: array[int], parent: RadixNode | None, end: int, use: Use, serial: int
     ) -> None:
         self.label = label
         self.blocks = blocks
@@ -43,7 +74,12 @@ class RadixNode:
         self.children: Children = NO_CHILDREN
         self.end = end
         self.lock_ref = 0
-        self.tick = tick
+        self.tick = use.tick
+        self.created = use.created
+        self.uses = use.uses
+        self.priority = use.priority
+        self.expires = use.expires
+        self.age = use.age
         self.serial = serial
         self.order_entry: tuple[Any, ...] | None = None
 
@@ -70,7 +106,7 @@ class RootNode(RadixNode):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace, serial: int) -> None:
-        super().__init__(b"", array("I"), None, 0, 0, serial)
+        super().__init__(b"", array("I"), None, 0, Use(0, 0, 0), serial)
         self.namespace = namespace
 
 

@@ -15,7 +15,8 @@ copied instead of computed.
 
 Invariants (`check`): siblings differ in their first block; only a root is empty; a label has as many tokens as its run
 has slots, except in a partial leaf, which is a leaf, never locked, and no prefix of a sibling; lock_ref = requests that
-end here + locked children; the eviction order holds exactly the unlocked leaves; a parent's tick is at least its child's.
+end here + locked children; the eviction order holds exactly the unlocked leaves; a parent's tick is never below its
+child's.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict, SortedList
 
-from .node import NO_CHILDREN, RadixNode, RootNode, describe_blocks
+from .node import NO_CHILDREN, RadixNode, Ranking, RootNode, Use, describe_blocks
 from .tokens import TOKEN_BYTES, Namespace, TokenKey, common_prefix, unpack
 
 
@@ -64,18 +66,24 @@ class Inserted(NamedTuple):
 class RadixTree:
     """A radix tree over packed token sequences, one root per namespace.
 
-    rank: of an unlocked leaf; the lowest is evicted first, among equals the deepest.
+    policy: ranks unlocked leaves; the lowest rank is evicted first, among equals the deepest.
     """
 
-    def __init__(self, block_size: int, rank: Callable[[RadixNode], Any]) -> None:
+    def __init__(self, block_size: int, policy: Ranking) -> None:
         self.block_size = block_size
         self.num_blocks = 0
         self.num_protected = 0
         self.num_nodes = 0  # roots not counted
         self._block_bytes = block_size * TOKEN_BYTES
-        self._rank = rank
+        self._policy = policy
+        self._rank = policy.rank
+        self._counts_uses = "uses" in policy.fields
+        self._alike = attrgetter(*policy.fields)
         self._roots: dict[Namespace, RootNode] = {}
         self._order: SortedList[tuple[Any, ...]] = SortedList()
+        self._expiring: SortedList[tuple[int, int, RadixNode]] = (
+            SortedList()
+        )  # leaves in the order with a priority that ends
         self._serial = 0
 
     @property
@@ -175,46 +183,51 @@ class RadixTree:
 
     # ---------------------------------------------------------------- adding
 
-    def insert(self, key: TokenKey, blocks: array[int], tick: int) -> Inserted:
-        """Adds the key's full blocks, of which `blocks` names one id each; see `insert_below`."""
+    def insert(self, key: TokenKey, blocks: array[int], use: int | Use) -> Inserted:
+        """Adds the key's full blocks, of which `blocks` names one id each; see `insert_below`. use: or just a tick."""
         root = self.root(key.namespace)
         num_bytes = len(blocks) * self._block_bytes
         if num_bytes > len(key.data):
             raise ValueError(f"{len(blocks)} blocks of {self.block_size} tokens for a key of {len(key)} tokens")
-        inserted = self.insert_below(root, key.data[:num_bytes], blocks, tick)
+        use = Use(use, use) if isinstance(use, int) else use
+        inserted = self.insert_below(root, key.data[:num_bytes], blocks, use)
         self._drop_root_if_empty(root)  # nothing was added
         return inserted
 
     def insert_below(
-        self, node: RadixNode, label: bytes, blocks: array[int], tick: int, may_extend: bool = False
+        self, node: RadixNode, label: bytes, blocks: array[int], use: Use, may_extend: bool = False
     ) -> Inserted:
-        """Adds `label`, whole blocks of tokens, below the end of `node`, and stamps the path with `tick`.
+        """Adds `label`, whole blocks of tokens, below the end of `node`, and marks the path as used.
 
         Where the tree has those tokens already its own blocks stay. may_extend: the caller holds the only lock that
-        ends at `node`; if nothing hangs below it, its edge grows instead of getting a child, so that a request that decodes
-        for long makes one node and not one per block. O(nodes walked + len(blocks)).
+        ends at `node`; if nothing hangs below it and the policy sees no difference, its edge grows instead of getting a
+        child, so that a request that decodes for long makes one node and not one per block.
+        O(nodes walked + len(blocks)).
         """
+        if self._policy.age:
+            use = use._replace(age=self._policy.age)
         match = self._descend(node, label, 0, len(label))
         num_existing = len(match.blocks)
         assert match.node is not None
         end = self._split(match.node, match.offset)
+        self.touch(end, use, above=node)
         new_label = label[num_existing * self._block_bytes :]
         dropped = array("I")
         if new_label:
             new_blocks = blocks[num_existing:]
             dropped = self._drop_covered_partial(end, new_label[: self._block_bytes])
-            if may_extend and end is node and node.parent is not None and not node.children:
+            may_extend = may_extend and end is node and node.parent is not None and not node.children
+            if may_extend and self._alike(node) == self._alike(use):
                 node.label += new_label
                 node.blocks.extend(new_blocks)
                 node.end += len(new_blocks)
                 self.num_blocks += len(new_blocks)
                 self.num_protected += len(new_blocks)
             else:
-                end = self._attach(end, new_label, new_blocks, tick)
-        self.stamp(end, tick)
+                end = self._attach(end, new_label, new_blocks, use)
         return Inserted(end, match.blocks + blocks[num_existing:], num_existing, dropped)
 
-    def insert_partial(self, node: RadixNode, label: bytes, block_id: int, tick: int) -> Inserted:
+    def insert_partial(self, node: RadixNode, label: bytes, block_id: int, use: Use) -> Inserted:
         """Keeps a partly filled block as a leaf below the end of `node`, unless a child starts with its tokens already.
 
         label: fewer tokens than a block has, and at least one. O(log children).
@@ -226,8 +239,9 @@ class RadixTree:
             if first_block.startswith(label):
                 return Inserted(child, child.blocks[:1], 1, array("I"))
         dropped = self._drop_covered_partial(node, label)
+        self.touch(node, use, above=node)
         blocks = array("I", (block_id,))
-        leaf = self._attach(node, label, blocks, tick)
+        leaf = self._attach(node, label, blocks, use)
         return Inserted(leaf, blocks, 0, dropped)
 
     def _drop_covered_partial(self, parent: RadixNode, head: bytes) -> array[int]:
@@ -244,9 +258,9 @@ class RadixTree:
                 return child.blocks
         return array("I")
 
-    def _attach(self, parent: RadixNode, label: bytes, blocks: array[int], tick: int) -> RadixNode:
-        """A new leaf below `parent`, unlocked and in the eviction order; the path to it is stamped."""
-        leaf = RadixNode(label, blocks, parent, parent.end + len(blocks), tick, self._next_serial())
+    def _attach(self, parent: RadixNode, label: bytes, blocks: array[int], use: Use) -> RadixNode:
+        """A new leaf below `parent`, unlocked and in the eviction order; the caller marks the path as used."""
+        leaf = RadixNode(label, blocks, parent, parent.end + len(blocks), use, self._next_serial())
         if not parent.children:
             self._leave_order(parent)
             parent.children = SortedDict()
@@ -254,7 +268,6 @@ class RadixTree:
         self.num_nodes += 1
         self.num_blocks += len(blocks)
         self._join_order(leaf)
-        self.stamp(parent, tick)
         return leaf
 
     def _detach(self, node: RadixNode) -> None:
@@ -279,7 +292,8 @@ class RadixTree:
         assert node.parent is not None and 0 < offset < len(node.blocks), "an edge is split between two of its blocks"
         cut = offset * self._block_bytes
         end = node.end - len(node.blocks) + offset
-        upper = RadixNode(node.label[:cut], node.blocks[:offset], node.parent, end, node.tick, self._next_serial())
+        use = Use(node.tick, node.created, node.uses, node.priority, node.expires, node.age)
+        upper = RadixNode(node.label[:cut], node.blocks[:offset], node.parent, end, use, self._next_serial())
         node.parent.children[node.label[: self._block_bytes]] = upper
         node.label = node.label[cut:]
         node.blocks = node.blocks[offset:]
@@ -343,44 +357,105 @@ class RadixTree:
                 return
             if not node.children:
                 self._join_order(node)
+            else:
+                node = self._merge_with_only_child(node)
+            assert node.parent is not None
             node = node.parent
 
-    def stamp(self, node: RadixNode, tick: int) -> None:
-        """Marks the path to the end of `node` as used at `tick`; nothing below it.
+    def _merge_with_only_child(self, node: RadixNode) -> RadixNode:
+        """Undoes a split whose reason is gone: one unlocked child, and a policy that sees no difference. What remains.
 
-        A parent is never older than its child, so the climb stops at the first ancestor that is as recent.
+            parent ── A B (node) ── C D (child)    becomes    parent ── A B C D (child)
+
+        The child remains because its depth, children and place in the eviction order stay as they are. O(run).
         """
+        if len(node.children) > 1:
+            return node
+        child: RadixNode = node.children.peekitem(0)[1]
+        is_partial = len(child.label) < self._block_bytes
+        if child.lock_ref or is_partial or self._alike(node) != self._alike(child):
+            return node
+        assert node.parent is not None
+        child.label = node.label + child.label
+        child.blocks = node.blocks + child.blocks
+        child.parent = node.parent
+        node.parent.children[child.label[: self._block_bytes]] = child
+        self.num_nodes -= 1
+        return child
+
+    def touch(self, node: RadixNode, use: Use, above: RadixNode | None = None) -> None:
+        """Marks the path to the end of `node` as used; nothing below it.
+
+        Recency and priority are raised on the whole path; a parent is never below its child in either, so the climb
+        stops at the first ancestor that stands high enough. `uses` is counted, for policies that ask, on the part of
+        the path below `above` (None: from the root), so that a request which grows its path counts once in each node.
+        """
+        tick, age = use.tick, self._policy.age
         ancestor: RadixNode | None = node
         while ancestor is not None and ancestor.tick < tick:
-            ancestor.tick = tick
-            if ancestor.order_entry is not None:
-                self._leave_order(ancestor)
-                self._join_order(ancestor)
+            if ancestor.order_entry is None:
+                ancestor.tick = tick
+                ancestor.age = age
+            else:
+                self._set(ancestor, tick=tick, age=age)
             ancestor = ancestor.parent
+        if use.priority:
+            wanted = _retention(use)
+            ancestor = node
+            while ancestor is not None and _retention(ancestor) < wanted:
+                self._set(ancestor, priority=use.priority, expires=use.expires)
+                ancestor = ancestor.parent
+        if self._counts_uses:
+            ancestor = node
+            while ancestor is not None and ancestor is not above:
+                self._set(ancestor, uses=ancestor.uses + 1)
+                ancestor = ancestor.parent
+
+    def _set(self, node: RadixNode, **changes: Any) -> None:
+        """Changes what a rank may depend on, and moves the node in the order if it stands there."""
+        is_ranked = node.order_entry is not None
+        if is_ranked:
+            self._leave_order(node)
+        for name, value in changes.items():
+            setattr(node, name, value)
+        if is_ranked:
+            self._join_order(node)
 
     def _join_order(self, node: RadixNode) -> None:
         node.order_entry = (self._rank(node), -node.end, node.serial, node)
         self._order.add(node.order_entry)
+        if node.expires is not None:
+            self._expiring.add((node.expires, node.serial, node))
 
     def _leave_order(self, node: RadixNode) -> None:
         if node.order_entry is not None:
             self._order.remove(node.order_entry)
-            node.order_entry = None
+            self._left_order(node)
+
+    def _left_order(self, node: RadixNode) -> None:
+        node.order_entry = None
+        if node.expires is not None:
+            self._expiring.remove((node.expires, node.serial, node))
 
     # ---------------------------------------------------------------- evicting
 
-    def evict(self, num_blocks: int) -> array[int]:
+    def evict(self, num_blocks: int, now: int = 0) -> array[int]:
         """Ids of up to `num_blocks` blocks that left the tree, fewer only if no more are evictable.
+
+        now: the tick at which priorities whose time is over count no longer.
 
         Exact: the leaf of the lowest rank is trimmed from its end by just the blocks needed, and a parent that becomes
         a leaf takes its place in the order. The same as evicting block by block in (rank, deepest first) order.
         O(log leaves) per leaf touched + O(num_blocks).
         """
+        while self._expiring and self._expiring[0][0] <= now:
+            self._set(self._expiring[0][2], priority=0, expires=None)
         order = self._order
         evicted = array("I")
         while len(evicted) < num_blocks and order:
             rank, _, _, node = order.pop(0)
-            node.order_entry = None
+            self._left_order(node)
+            self._policy.evicted(rank)
             count = min(num_blocks - len(evicted), len(node.blocks))
             if order and order[0][0] == rank:  # equals take turns, or a deep leaf would pay for a shallow one
                 count = min(count, max(1, node.end - order[0][3].end))
@@ -454,6 +529,8 @@ class RadixTree:
         assert len(leaves) == len(self._order), (
             "the eviction order has more or fewer nodes than there are unlocked leaves"
         )
+        num_expiring = sum(leaf.expires is not None for leaf in leaves)
+        assert num_expiring == len(self._expiring), "leaves whose priority ends are not those that wait for it"
         for leaf in leaves:
             entry = (self._rank(leaf), -leaf.end, leaf.serial, leaf)
             assert leaf.order_entry == entry, f"{leaf!r} stands in the eviction order with an old rank"
@@ -492,3 +569,8 @@ class RadixTree:
                 f"tick {node.tick}  {text}"
             )
         return "\n".join(lines)
+
+
+def _retention(use: RadixNode | Use) -> tuple[int, float]:
+    """Soft retention as something to compare: the higher priority counts, among equals the one that lasts longer."""
+    return use.priority, float("inf") if use.expires is None else use.expires
