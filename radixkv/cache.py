@@ -20,15 +20,25 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from .block_table import BlockTable
 from .errors import DuplicateRequest, OutOfBlocks, UnknownRequest
+from .events import BlockLog, Listener
 from .eviction import EvictionPolicy, policy_of
 from .node import RadixNode, Use
 from .pool import BlockPool
 from .stats import CacheStats
-from .tokens import TOKEN_BYTES, NamespaceLike, TokenKey, pack
+from .tokens import (
+    TOKEN_BYTES,
+    Namespace,
+    NamespaceLike,
+    TokenKey,
+    block_digest,
+    normalize_namespace,
+    pack,
+    root_digest,
+)
 from .tree import RadixTree
 
 
@@ -70,6 +80,21 @@ class Allocation:
     num_new_blocks: int
 
 
+@dataclass(frozen=True)
+class Miss:
+    """Why a prompt is not cached beyond its first `num_cached_tokens` tokens.
+
+    hit              it is cached as a whole
+    evicted          the next block was here, and had to go (known only with `remember_evicted`)
+    diverged         the cache goes on from here with other tokens
+    other namespace  another namespace has more of it, which is never shared
+    never seen       none of these
+    """
+
+    num_cached_tokens: int
+    reason: Literal["hit", "evicted", "diverged", "other namespace", "never seen"]
+
+
 class PrefixCache:
     """A paged KV cache with a radix tree over what it holds.
 
@@ -79,6 +104,7 @@ class PrefixCache:
     storage           owner of the tensors, for copies; None where there are none (simulation)
     keep_partial      a finished request's partly filled last block stays findable
     min_copy_tokens   a hit inside a block is taken by copying only if it saves at least so many tokens
+    remember_evicted  digests of evicted blocks to remember, for `explain_miss`; costs a SHA-256 per committed block
 
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> prompt = [1, 2, 3, 4, 5, 6]
@@ -98,11 +124,14 @@ class PrefixCache:
         *,
         keep_partial: bool = True,
         min_copy_tokens: int = 1,
+        remember_evicted: int = 0,
     ) -> None:
         if _integer(block_size, "block_size") < 1:
             raise ValueError(f"block_size is {block_size}; allowed: 1 and more")
         if _integer(min_copy_tokens, "min_copy_tokens") < 1:
             raise ValueError(f"min_copy_tokens is {min_copy_tokens}; allowed: 1 and more")
+        if _integer(remember_evicted, "remember_evicted") < 0:
+            raise ValueError(f"remember_evicted is {remember_evicted}; allowed: 0 and more")
         if storage is not None and (storage.num_blocks, storage.block_size) != (num_blocks, block_size):
             raise ValueError(
                 f"the storage has {storage.num_blocks} blocks of {storage.block_size} tokens, "
@@ -117,6 +146,9 @@ class PrefixCache:
         self.stats = CacheStats()
         self.storage = storage
         self._tables: dict[str | int, BlockTable] = {}
+        self._namespace_stats: dict[Namespace, CacheStats] = {}
+        self._remember_evicted = remember_evicted
+        self._log = BlockLog(remember_evicted) if remember_evicted else None
         self._tick = 0
 
     # ---------------------------------------------------------------- counts
@@ -247,11 +279,8 @@ class PrefixCache:
         table.num_cached_tokens = table.num_computed = num_shared * self.block_size + num_copied
         self._tables[request_id] = table
         self._tick = max(self._tick, tick)
-        self.stats.requests += 1
-        self.stats.prompt_tokens += num_tokens
-        self.stats.hit_tokens += table.num_cached_tokens
-        self.stats.prompt_blocks += len(table.block_ids)
-        self.stats.hit_blocks += num_shared
+        for stats in (self.stats, self._namespace_stats.setdefault(key.namespace, CacheStats())):
+            stats.count_request(num_tokens, table.num_cached_tokens, len(table.block_ids), num_shared)
         return Allocation(request_id, table.num_cached_tokens, num_shared, needed)
 
     def append_token(self, request_id: str | int, token_id: int) -> int:
@@ -309,6 +338,7 @@ class PrefixCache:
         label = bytes(table.tokens[first * block_bytes : num_full * block_bytes])
         old_node = table.node
         may_extend = old_node.lock_ref == 1
+        parent_block = old_node.blocks[-1] if old_node.blocks else None
         mine = table.block_ids[first:num_full]
         inserted = self.tree.insert_below(old_node, label, mine, table.use._replace(tick=tick), may_extend)
         existing = inserted.num_existing
@@ -317,6 +347,10 @@ class PrefixCache:
         duplicates = [a for a, b in zip(mine[:existing], inserted.blocks, strict=False) if a != b]
         self.pool.release([*duplicates, *inserted.dropped])
         table.block_ids[first:num_full] = inserted.blocks
+        if self._log is not None:
+            if existing:
+                parent_block = inserted.blocks[existing - 1]
+            self._log.stored(table.namespace, parent_block, label[existing * block_bytes :], new, block_bytes)
         table.num_shared = num_full
         table.node = inserted.node
         # Down first, then up: in between, both ends are locked, so nothing on the path is ever evictable.
@@ -399,13 +433,30 @@ class PrefixCache:
     def _evict(self, num_blocks: int, now: int) -> int:
         evicted = self.tree.evict(num_blocks, now)
         self.stats.evicted_blocks += len(evicted)
+        if self._log is not None:
+            self._log.removed(evicted)
         return self.pool.release(evicted)
 
     def reset(self) -> bool:
         """Empties the cache and says True; with requests running it changes nothing and says False."""
         if self._tables:
             return False
-        self.pool.release(self.tree.evict(self.num_cached_blocks))
+        for namespace in self.tree.namespaces():
+            self.pool.release(self.tree.remove_namespace(namespace))
+        if self._log is not None:
+            self._log.cleared()
+        return True
+
+    def drop_namespace(self, namespace: NamespaceLike) -> bool:
+        """Forgets a namespace, blocks and statistics, and says True; while it is in use, changes nothing: False."""
+        namespace = normalize_namespace(namespace)
+        if any(table.namespace == namespace for table in self._tables.values()):
+            return False
+        blocks = self.tree.remove_namespace(namespace)
+        if self._log is not None:
+            self._log.removed(blocks)
+        self.pool.release(blocks)
+        self._namespace_stats.pop(namespace, None)
         return True
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -437,6 +488,62 @@ class PrefixCache:
             self.pool.release((source,))
         table.replace(index, target)
         self.stats.cow_copies += 1
+
+    # ---------------------------------------------------------------- following it
+
+    def namespace_stats(self, namespace: NamespaceLike) -> CacheStats:
+        """The requests of one namespace, counted apart. Kept for each namespace ever used, until `drop_namespace`."""
+        return self._namespace_stats.get(normalize_namespace(namespace), CacheStats())
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Calls `listener` with each event from now on; what was given back ends that.
+
+        First it hears of all that is cached, so that it can follow from any moment. An error that it raises reaches the
+        caller of the cache after the change: a listener should not raise. Costs a SHA-256 per committed block; without
+        listeners events cost nothing.
+        """
+        if self._log is None:
+            self._log = BlockLog(self._remember_evicted)
+        listeners = self._log.listeners
+        others = listeners[:]
+        listeners[:] = [listener]  # the others know what is cached
+        try:
+            for node in self.tree.nodes():
+                if len(node.label) == len(node.blocks) * self.block_size * TOKEN_BYTES and node.parent is not None:
+                    parent = node.parent.blocks[-1] if node.parent.blocks else None
+                    namespace = self.tree.namespace_of(node)
+                    self._log.stored(namespace, parent, node.label, node.blocks, self.block_size * TOKEN_BYTES)
+        finally:
+            listeners[:] = [*others, listener]
+
+        def unsubscribe() -> None:
+            if listener in listeners:
+                listeners.remove(listener)
+            if not listeners and not self._remember_evicted:
+                self._log = None
+
+        return unsubscribe
+
+    def explain_miss(self, token_ids: TokenKey | Iterable[int] | Any, namespace: NamespaceLike = None) -> Miss:
+        """Why a prompt is not cached further than it is. Read-only. For people, not for each request: O(namespaces)."""
+        key = TokenKey.of(token_ids, namespace)
+        match = self.tree.match(key)
+        num_cached = len(match.blocks) * self.block_size + match.partial_tokens
+        if num_cached == len(key):
+            return Miss(num_cached, "hit")
+        if self._log is not None:
+            block_bytes = self.block_size * TOKEN_BYTES
+            digest = root_digest(key.namespace)
+            for index in range(min(len(match.blocks) + 1, len(key) // self.block_size)):
+                digest = block_digest(digest, key.data[index * block_bytes : (index + 1) * block_bytes])
+            if self._log.was_evicted(digest):
+                return Miss(num_cached, "evicted")
+        for other in self.tree.namespaces():
+            there = self.tree.match(TokenKey.from_packed(key.data, other))
+            if len(there.blocks) * self.block_size + there.partial_tokens > num_cached:
+                return Miss(num_cached, "other namespace")
+        goes_on = match.node is not None and (match.offset < len(match.node.blocks) or bool(match.node.children))
+        return Miss(num_cached, "diverged" if goes_on and num_cached else "never seen")
 
     # ---------------------------------------------------------------- arguments
 

@@ -32,6 +32,14 @@ class CacheStats:
     copied_tokens: int = 0
     cow_copies: int = 0
 
+    def count_request(self, prompt_tokens: int, hit_tokens: int, prompt_blocks: int, hit_blocks: int) -> None:
+        """Adds one admitted request."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.hit_tokens += hit_tokens
+        self.prompt_blocks += prompt_blocks
+        self.hit_blocks += hit_blocks
+
     @property
     def token_hit_rate(self) -> float | None:
         """hit_tokens / prompt_tokens; None before the first request."""

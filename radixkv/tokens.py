@@ -9,6 +9,7 @@ Knows nothing about blocks or trees.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,38 @@ def normalize_namespace(namespace: NamespaceLike) -> Namespace:
     if isinstance(namespace, tuple) and all(isinstance(part, str) for part in namespace):
         return namespace if any(namespace) else ()
     raise TypeError(f"namespace must be None, a string or a tuple of strings, not {namespace!r}")
+
+
+def namespace_of(*, salt: str | None = None, adapter: str | None = None, version: str | None = None) -> Namespace:
+    """A namespace of tagged fields: a salt "x" is another one than an adapter "x", and each adapter version its own.
+
+    Weights that change under the same name must come with another `version`, or old KV would be served for new weights.
+    Raises TypeError for a field that is no string, ValueError for a version without an adapter.
+    """
+    if version is not None and adapter is None:
+        raise ValueError(f"version {version!r} is given without an adapter")
+    parts: list[str] = []
+    for tag, value in (("salt", salt), ("adapter", adapter), ("version", version)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{tag} must be a string, not {value!r}")
+        if value:
+            parts += (tag, value)
+    return tuple(parts)
+
+
+def root_digest(namespace: Namespace) -> bytes:
+    """The digest from which the chain of a namespace starts, 32 bytes. The same in every process."""
+    fields = [part.encode("utf-8", "surrogatepass") for part in namespace]
+    return hashlib.sha256(b"radixkv namespace" + b"".join(b"%d:" % len(field) + field for field in fields)).digest()
+
+
+def block_digest(parent: bytes, packed: bytes) -> bytes:
+    """The digest of a block of packed tokens that follows the block (or root) with the digest `parent`, 32 bytes.
+
+    Chained, so that it names the whole sequence up to there. Two sequences with the same digest are the same, as far as
+    SHA-256 can be trusted; where a wrong answer would leak a context, the cache compares tokens all the same.
+    """
+    return hashlib.sha256(b"radixkv block" + parent + packed).digest()
 
 
 def pack(token_ids: Iterable[int] | Any) -> bytes:

@@ -150,6 +150,12 @@ class RadixTree:
             blocks.extend(run)
         return blocks
 
+    def namespace_of(self, node: RadixNode) -> Namespace:
+        """The namespace that the node belongs to. O(depth)."""
+        *_, root = self._ancestors(node)
+        assert isinstance(root, RootNode)
+        return root.namespace
+
     def path_key(self, node: RadixNode) -> bytes:
         """Packed tokens from the root to the end of `node`. O(path)."""
         return b"".join(reversed([ancestor.label for ancestor in self._ancestors(node)]))
@@ -476,7 +482,26 @@ class RadixTree:
                     self._join_order(parent)
         return evicted
 
+    def remove_namespace(self, namespace: Namespace) -> array[int]:
+        """Ids of the blocks of a whole namespace, which are no longer the tree's. Nothing in it may be locked."""
+        blocks = array("I")
+        root = self._roots.pop(namespace, None)
+        stack: list[RadixNode] = [root] if root is not None else []
+        while stack:
+            node = stack.pop()
+            assert node.lock_ref == 0, f"a namespace is removed while {node!r} is locked"
+            self._leave_order(node)
+            blocks.extend(node.blocks)
+            self.num_nodes -= node is not root
+            stack.extend(node.children.values())
+        self.num_blocks -= len(blocks)
+        return blocks
+
     # ---------------------------------------------------------------- looking
+
+    def namespaces(self) -> list[Namespace]:
+        """Namespaces that hold blocks or are locked."""
+        return list(self._roots)
 
     def check(self) -> None:
         """Recounts everything from scratch; AssertionError with one sentence and the tree if something is broken."""
