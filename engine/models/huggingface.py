@@ -130,6 +130,8 @@ class HuggingFaceDecoder:
             device = torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"device={device!r}: a torch device such as 'cpu' or 'cuda:0' is needed") from error
+        if device.type != "cpu" and not _is_available(device):
+            raise ValueError(f"device={str(device)!r}: this machine's torch cannot use it; 'cpu' always works")
         if isinstance(model, PreTrainedModel):
             if wanted not in ("auto", model.dtype):
                 # .to(dtype) would also round the rotary frequencies, which from_pretrained keeps in float32.
@@ -516,6 +518,14 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
             parts = (getattr(config, name, None) for name in config.sub_configs)
             waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
     return list(found.values())
+
+
+def _is_available(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):  # what torch raises without the driver or the build
+        return False
+    return True
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | str:
