@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from radixkv import DuplicateRequest, PrefixCache
 
 from .request import Request
-from .runner import ModelRunner
 from .scheduler import Scheduler
+
+if TYPE_CHECKING:  # the loop itself needs no torch
+    from .runner import ModelRunner
 
 
 class EngineCore:

@@ -159,6 +159,8 @@ class LLM:
         prompt_list = [prompts] if _is_single(prompts) else list(prompts)
         if params is None:
             params = SamplingParams()
+        if not isinstance(params, (SamplingParams, list, tuple)):
+            raise TypeError(f"params must be SamplingParams, or a list of them, not {params!r}")
         params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
         if len(params_list) != len(prompt_list):
             raise ValueError(
@@ -275,4 +277,5 @@ def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """One prompt rather than a list of them: text, a mapping, or something that holds token ids."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, (list, tuple)):
         return True
-    return bool(prompts) and hasattr(prompts[0], "__index__")
+    # An array or tensor of one id can serve as an index too, and is a prompt all the same.
+    return bool(prompts) and hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0)

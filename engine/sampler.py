@@ -28,7 +28,9 @@ def sample(
 
 def _sample_row(logits: Tensor, params: SamplingParams, seed: int, position: int) -> int:
     """One token id by inverse transform: the first whose cumulated probability exceeds a uniform number."""
-    scaled, token_ids = (logits.double() / params.temperature).sort(descending=True, stable=True)  # (vocab,)
+    # Measured from the highest, so that the lowest temperatures cannot send several scores to infinity.
+    scaled = (logits.double() - logits.max()) / params.temperature  # (vocab,)
+    scaled, token_ids = scaled.sort(descending=True, stable=True)
     if params.top_k:
         scaled = scaled[: params.top_k]
     cumulated = scaled.softmax(dim=-1).cumsum(dim=-1)
