@@ -119,7 +119,7 @@ class CostAware(EvictionPolicy):
 
 
 class RankedBy(EvictionPolicy):
-    """A policy from a user's function of a node; it may look at anything, so nothing is taken to be alike."""
+    """A policy from a user's function of a node. It may look at any field, so only what agrees in all is alike."""
 
     fields = ("tick", "created", "uses", "priority", "expires", "age")
 

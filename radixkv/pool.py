@@ -110,7 +110,7 @@ class BlockPool:
         """Counts one more owning table for each block (a fork). Raises ValueError for one that no table owns."""
         block_ids = list(block_ids)
         for block_id in block_ids:
-            if self._owners[block_id] <= 0:
+            if not 0 <= block_id < self.num_blocks or self._owners[block_id] <= 0:
                 raise ValueError(f"block {block_id} is not private, so no other table can own it too")
         for block_id in block_ids:
             self._owners[block_id] += 1

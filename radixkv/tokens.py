@@ -79,6 +79,8 @@ def pack(token_ids: Iterable[int] | Any) -> bytes:
         raise TypeError(f"token_ids must be integers, not {type(token_ids).__name__}")
     if not isinstance(token_ids, array) and hasattr(token_ids, "tolist"):  # numpy, torch
         token_ids = token_ids.tolist()
+    elif hasattr(token_ids, "__next__"):  # it can be read once only, and `_explain` reads it again
+        token_ids = list(token_ids)
     try:
         packed = array("I", token_ids)
     except (OverflowError, TypeError, ValueError):
