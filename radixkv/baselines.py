@@ -15,17 +15,17 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import sha256
 from typing import Any, Protocol
 
 from sortedcontainers import SortedDict
 
+from .arguments import at_least, integer
 from .cache import Allocation, PrefixCache, PrefixMatch, Storage
 from .errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 from .node import describe_blocks
 from .pool import BlockPool
 from .stats import CacheStats
-from .tokens import TOKEN_BYTES, Namespace, NamespaceLike, TokenKey, pack, unpack
+from .tokens import TOKEN_BYTES, Namespace, NamespaceLike, TokenKey, block_digest, pack, root_digest, unpack
 
 
 class CacheManager(Protocol):
@@ -178,7 +178,7 @@ class _TableManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16, *, storage: Storage | None = None) -> None:
-        self.block_size = _at_least(1, block_size, "block_size")
+        self.block_size = at_least(1, block_size, "block_size")
         self.pool = BlockPool(num_blocks)
         self.num_blocks = num_blocks
         if storage is not None and (storage.num_blocks, storage.block_size) != (num_blocks, block_size):
@@ -239,7 +239,7 @@ class _TableManager:
 
         O(1); for a cached block O(running requests' blocks).
         """
-        if _at_least(0, block_id, "block_id") >= self.num_blocks:
+        if at_least(0, block_id, "block_id") >= self.num_blocks:
             raise ValueError(f"block_id is {block_id}; allowed: 0 <= block_id < {self.num_blocks}")
         if not self.pool.is_cached(block_id):
             return self.pool.num_owners(block_id)
@@ -263,7 +263,7 @@ class _TableManager:
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether there is room for `num_tokens` more tokens of one request, counting free and evictable blocks."""
-        _at_least(0, num_tokens, "num_tokens")
+        at_least(0, num_tokens, "num_tokens")
         return self._blocks_for(num_tokens) <= self.num_free_blocks + self.num_evictable_blocks
 
     # ---------------------------------------------------------------- the life of a request
@@ -305,11 +305,8 @@ class _TableManager:
         table.num_cached_tokens = table.num_computed = len(path) * self.block_size
         self._tables[request_id] = table
         self._tick = max(self._tick, tick)
-        self.stats.requests += 1
-        self.stats.prompt_tokens += num_tokens
-        self.stats.hit_tokens += table.num_cached_tokens
-        self.stats.prompt_blocks += -(-num_tokens // self.block_size)
-        self.stats.hit_blocks += len(path)
+        num_blocks = -(-num_tokens // self.block_size)
+        self.stats.count_request(num_tokens, table.num_cached_tokens, num_blocks, len(path))
         return Allocation(request_id, table.num_cached_tokens, len(path), needed)
 
     def append_token(self, request_id: str | int, token_id: int) -> int:
@@ -335,7 +332,7 @@ class _TableManager:
         Raises ValueError for more tokens than have a slot, or fewer than before.
         """
         table = self._table(request_id)
-        if _integer(num_computed_tokens, "num_computed_tokens") > table.num_tokens:
+        if integer(num_computed_tokens, "num_computed_tokens") > table.num_tokens:
             raise ValueError(
                 f"num_computed_tokens is {num_computed_tokens}; only {table.num_tokens} tokens have a slot"
             )
@@ -377,13 +374,16 @@ class _TableManager:
         Raises OutOfBlocks with nothing changed; IndexError for a place beyond the table.
         """
         table = self._table(request_id)
-        if not 0 <= _integer(block_index, "block_index") < len(table.block_ids):
+        if not 0 <= integer(block_index, "block_index") < len(table.block_ids):
             raise IndexError(f"block_index is {block_index}; the table has {len(table.block_ids)} blocks")
         self._copy_if_shared(table, block_index)
         return table.block_ids[block_index]
 
     def free(self, request_id: str | int, *, tick: int | None = None) -> None:
-        """Ends a request, at any point of its life. What is cached stays cached; the rest is free at once. O(blocks)."""
+        """Ends a request, at any point of its life. What is cached stays cached; the rest is free at once.
+
+        O(blocks).
+        """
         table = self._table(request_id)
         tick = self._checked_tick(tick)
         self._tick = max(self._tick, tick)
@@ -396,7 +396,7 @@ class _TableManager:
 
     def evict(self, num_blocks: int) -> int:
         """Frees up to `num_blocks` evictable blocks, the least recently used first; how many were freed."""
-        evicted = self._evict(_at_least(0, num_blocks, "num_blocks"))
+        evicted = self._evict(at_least(0, num_blocks, "num_blocks"))
         self.stats.evicted_blocks += len(evicted)
         return self.pool.release(evicted)
 
@@ -484,7 +484,7 @@ class _TableManager:
 
     def _checked_tick(self, tick: int | None) -> int:
         """The time of this call: the caller's, or one more than the last."""
-        return self._tick + 1 if tick is None else _at_least(0, tick, "tick")
+        return self._tick + 1 if tick is None else at_least(0, tick, "tick")
 
     # ---------------------------------------------------------------- looking
 
@@ -555,8 +555,8 @@ class SlotAllocator(_TableManager):
 
     The layout of a KV tensor with one row per sequence. No request ever waits in the middle of its life, and none can
     have more than `max_len` tokens (ValueError); the price is that most of the pool is reserved and empty.
-    `block_table` names the whole run. `num_blocks % blocks per run` blocks are never used. A fork needs a run of its own
-    at once, and copies into it what the parent has.
+    `block_table` names the whole run. `num_blocks % blocks per run` blocks are never used. A fork needs a run of its
+    own at once, and copies into it what the parent has.
 
     >>> slots = SlotAllocator(num_blocks=8, block_size=4, max_len=16)
     >>> slots.allocate("a", [1, 2, 3, 4, 5]).num_new_blocks, slots.num_wasted_slots
@@ -565,7 +565,7 @@ class SlotAllocator(_TableManager):
 
     def __init__(self, num_blocks: int, block_size: int, max_len: int, *, storage: Storage | None = None) -> None:
         super().__init__(num_blocks, block_size, storage=storage)
-        self.max_len = _at_least(1, max_len, "max_len")
+        self.max_len = at_least(1, max_len, "max_len")
         self._blocks_per_run = -(-max_len // block_size)
         if self._blocks_per_run > num_blocks:
             raise ValueError(f"max_len is {max_len}; allowed: up to {num_blocks * block_size}, which is the whole pool")
@@ -605,21 +605,6 @@ class SlotAllocator(_TableManager):
 # ---------------------------------------------------------------- the flat chained hash
 
 
-def namespace_digest(namespace: Namespace) -> bytes:
-    """Where the digests of a namespace start: SHA-256 over its parts, each with its length. 32 bytes."""
-    parts = [part.encode("utf-8", "surrogatepass") for part in namespace]
-    return sha256(b"namespace" + b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
-
-
-def block_digest(previous: bytes, tokens: bytes) -> bytes:
-    """The digest of a full block: SHA-256 over the digest before it and its packed tokens. 32 bytes.
-
-    previous: the digest of the block before, or of the namespace for the first block; so one digest stands for all the
-    tokens from the start on. The tag in front keeps blocks apart from namespaces. The same in every process.
-    """
-    return sha256(b"block" + previous + tokens).digest()
-
-
 class CachedBlock:
     """A full block that can be found by its digest.
 
@@ -640,7 +625,7 @@ class CachedBlock:
         self.tokens = tokens
         self.previous = previous
         self.namespace = namespace
-        self.position = 0 if previous is None else previous.position + 1
+        self.position: int = 0 if previous is None else previous.position + 1
         self.num_readers = 0
         self.tick = 0
 
@@ -655,7 +640,8 @@ class CachedBlock:
 class FlatHashCache(_TableManager):
     """Full blocks are found again by a chained SHA-256 in a flat map; least recently used ones go first.
 
-        digest of block j = SHA-256(digest of block j - 1, tokens of block j);  block 0 starts from the namespace
+        digest of block j = SHA-256(digest of block j - 1, tokens of block j)      `tokens.block_digest`
+        digest before block 0 = SHA-256(namespace)                                 `tokens.root_digest`
 
     `commit` makes full, computed blocks findable. Where the map has the same tokens already, the table is re-pointed to
     the block there and its own is free, as in `PrefixCache`. Every hit compares the tokens, so a collision of digests
@@ -696,7 +682,7 @@ class FlatHashCache(_TableManager):
     def _match(self, key: TokenKey, limit: int) -> list[CachedBlock]:
         path: list[CachedBlock] = []
         previous = None
-        digest = namespace_digest(key.namespace)
+        digest = root_digest(key.namespace)
         for start in range(0, limit // self.block_size * self._block_bytes, self._block_bytes):
             tokens = key.data[start : start + self._block_bytes]
             digest = block_digest(digest, tokens)
@@ -745,7 +731,7 @@ class FlatHashCache(_TableManager):
         """Extends the table's path to its first `num_full` blocks: new ones join the map, duplicates are re-pointed."""
         table.tick = max(table.tick, tick)
         previous = table.path[-1] if table.path else None
-        digest = previous.digest if previous else namespace_digest(table.namespace)
+        digest = previous.digest if previous else root_digest(table.namespace)
         for index in range(len(table.path), num_full):
             tokens = bytes(table.tokens[index * self._block_bytes : (index + 1) * self._block_bytes])
             digest = block_digest(digest, tokens)
@@ -796,7 +782,7 @@ class FlatHashCache(_TableManager):
             name, previous = f"cached block {cached.block_id}", cached.previous
             assert self.pool.is_cached(cached.block_id), f"{name} is not the cache's, says the pool"
             assert cached.num_readers == readers.pop(cached, 0), f"{name} has another number of readers"
-            before = namespace_digest(cached.namespace) if previous is None else previous.digest
+            before = root_digest(cached.namespace) if previous is None else previous.digest
             assert cached.digest == digest == block_digest(before, cached.tokens), f"{name} has another digest"
             waits = cached in self._order.get(cached.tick, ())
             assert waits == (cached.num_readers == 0), f"{name} can be evicted while held, or not while nobody holds it"
@@ -837,17 +823,3 @@ def _first_tokens(packed: bytes | bytearray, decode: Callable[[list[int]], str] 
     if decode is None:
         return " ".join(map(str, unpack(packed[: 8 * TOKEN_BYTES])))
     return repr(decode(unpack(packed[: 12 * TOKEN_BYTES])))[:50]
-
-
-def _integer(value: int, name: str) -> int:
-    """The value, if it is an integer; a TypeError that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    return value
-
-
-def _at_least(least: int, value: int, name: str) -> int:
-    """The value, if it is an integer and not below `least`; an error that names it otherwise."""
-    if _integer(value, name) < least:
-        raise ValueError(f"{name} is {value}; allowed: {least} and more")
-    return value

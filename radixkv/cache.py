@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from .arguments import at_least, integer
 from .block_table import BlockTable
 from .errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 from .events import BlockLog, Listener
@@ -126,12 +127,9 @@ class PrefixCache:
         min_copy_tokens: int = 1,
         remember_evicted: int = 0,
     ) -> None:
-        if _integer(block_size, "block_size") < 1:
-            raise ValueError(f"block_size is {block_size}; allowed: 1 and more")
-        if _integer(min_copy_tokens, "min_copy_tokens") < 1:
-            raise ValueError(f"min_copy_tokens is {min_copy_tokens}; allowed: 1 and more")
-        if _integer(remember_evicted, "remember_evicted") < 0:
-            raise ValueError(f"remember_evicted is {remember_evicted}; allowed: 0 and more")
+        at_least(1, block_size, "block_size")
+        at_least(1, min_copy_tokens, "min_copy_tokens")
+        at_least(0, remember_evicted, "remember_evicted")
         if storage is not None and (storage.num_blocks, storage.block_size) != (num_blocks, block_size):
             raise ValueError(
                 f"the storage has {storage.num_blocks} blocks of {storage.block_size} tokens, "
@@ -185,7 +183,7 @@ class PrefixCache:
 
     def ref_count(self, block_id: int) -> int:
         """Owners of a block: the tree (one at most) plus the block tables that name it. O(running requests' blocks)."""
-        if not 0 <= _integer(block_id, "block_id") < self.num_blocks:
+        if not 0 <= integer(block_id, "block_id") < self.num_blocks:
             raise ValueError(f"block_id is {block_id}; allowed: 0 <= block_id < {self.num_blocks}")
         tables = sum(table.block_ids.count(block_id) for table in self._tables.values())
         return tables + self.pool.is_cached(block_id)
@@ -211,8 +209,7 @@ class PrefixCache:
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether there is room for `num_tokens` more tokens of one request, counting free and evictable blocks."""
-        if _integer(num_tokens, "num_tokens") < 0:
-            raise ValueError(f"num_tokens is {num_tokens}; allowed: 0 and more")
+        at_least(0, num_tokens, "num_tokens")
         return self._blocks_for(num_tokens) <= self.num_free_blocks + self.num_evictable_blocks
 
     # ---------------------------------------------------------------- the life of a request
@@ -241,9 +238,8 @@ class PrefixCache:
         num_tokens = len(key)
         if num_tokens == 0:
             raise ValueError("token_ids is empty; allowed: one token and more")
-        if _integer(priority, "priority") < 0:
-            raise ValueError(f"priority is {priority}; allowed: 0 and more")
-        if ttl is not None and _integer(ttl, "ttl") < 1:
+        at_least(0, priority, "priority")
+        if ttl is not None and integer(ttl, "ttl") < 1:
             raise ValueError(f"ttl is {ttl}; allowed: 1 and more, or None")
         tick = self._checked_tick(tick)
         use = Use(tick, tick, 1, priority, tick + ttl if priority and ttl is not None else None)
@@ -307,7 +303,7 @@ class PrefixCache:
         Raises ValueError for more tokens than have a slot, or fewer than before. O(blocks that are new to the tree).
         """
         table = self._table(request_id)
-        if _integer(num_computed_tokens, "num_computed_tokens") > table.num_tokens:
+        if integer(num_computed_tokens, "num_computed_tokens") > table.num_tokens:
             raise ValueError(
                 f"num_computed_tokens is {num_computed_tokens}; only {table.num_tokens} tokens have a slot"
             )
@@ -384,7 +380,7 @@ class PrefixCache:
         Raises OutOfBlocks with nothing changed; IndexError for a place beyond the table.
         """
         table = self._table(request_id)
-        if not 0 <= _integer(block_index, "block_index") < len(table.block_ids):
+        if not 0 <= integer(block_index, "block_index") < len(table.block_ids):
             raise IndexError(f"block_index is {block_index}; the table has {len(table.block_ids)} blocks")
         if table.must_copy_before_writing(block_index, self.pool):
             self._copy_on_write(table, block_index)
@@ -426,8 +422,7 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> int:
         """Frees up to `num_blocks` evictable blocks, the policy's first choice first; how many were freed."""
-        if _integer(num_blocks, "num_blocks") < 0:
-            raise ValueError(f"num_blocks is {num_blocks}; allowed: 0 and more")
+        at_least(0, num_blocks, "num_blocks")
         return self._evict(num_blocks, self._tick)
 
     def _evict(self, num_blocks: int, now: int) -> int:
@@ -563,9 +558,7 @@ class PrefixCache:
         """The time of this call: the caller's, or one more than the last."""
         if tick is None:
             return self._tick + 1
-        if _integer(tick, "tick") < 0:
-            raise ValueError(f"tick is {tick}; allowed: 0 and more")
-        return tick
+        return at_least(0, tick, "tick")
 
     # ---------------------------------------------------------------- looking
 
@@ -622,10 +615,3 @@ class PrefixCache:
             f"PrefixCache(num_blocks={self.num_blocks}, block_size={self.block_size}, {self.num_free_blocks} free, "
             f"{self.num_cached_blocks} cached, {self.num_private_blocks} private)"
         )
-
-
-def _integer(value: int, name: str) -> int:
-    """The value, if it is an integer; a TypeError that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    return value

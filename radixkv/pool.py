@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from .arguments import integer
 from .errors import OutOfBlocks
 
 FREE = 0
@@ -35,9 +36,7 @@ class BlockPool:
     __slots__ = ("_cursor", "_owners", "_used", "num_blocks", "num_cached", "num_free")
 
     def __init__(self, num_blocks: int) -> None:
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
-            raise TypeError(f"num_blocks must be an integer, not {num_blocks!r}")
-        if not 1 <= num_blocks < 2**31:
+        if not 1 <= integer(num_blocks, "num_blocks") < 2**31:
             raise ValueError(f"num_blocks is {num_blocks}; allowed: 1 <= num_blocks < 2**31")
         self.num_blocks = num_blocks
         self.num_free = num_blocks

@@ -406,9 +406,9 @@ class RadixTree:
                 self._set(ancestor, tick=tick, age=age)
             ancestor = ancestor.parent
         if use.priority:
-            wanted = _retention(use)
+            wanted = _retention(use, tick)
             ancestor = node
-            while ancestor is not None and _retention(ancestor) < wanted:
+            while ancestor is not None and _retention(ancestor, tick) < wanted:
                 self._set(ancestor, priority=use.priority, expires=use.expires)
                 ancestor = ancestor.parent
         if self._counts_uses:
@@ -479,6 +479,8 @@ class RadixTree:
                 if parent.parent is None:
                     self._drop_root_if_empty(parent)
                 else:
+                    if parent.expires is not None and parent.expires <= now:
+                        self._set(parent, priority=0, expires=None)
                     self._join_order(parent)
         return evicted
 
@@ -596,6 +598,11 @@ class RadixTree:
         return "\n".join(lines)
 
 
-def _retention(use: RadixNode | Use) -> tuple[int, float]:
-    """Soft retention as something to compare: the higher priority counts, among equals the one that lasts longer."""
-    return use.priority, float("inf") if use.expires is None else use.expires
+def _retention(use: RadixNode | Use, now: int) -> tuple[int, float]:
+    """Soft retention as something to compare: the higher priority counts, among equals the one that lasts longer.
+
+    One whose time is over is none: inner nodes keep it until they are leaves and `evict` resets it.
+    """
+    if use.expires is None:
+        return use.priority, float("inf")
+    return (use.priority, use.expires) if use.expires > now else (0, 0)

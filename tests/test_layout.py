@@ -18,11 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # all rows: it gathers the public names.
 ROWS = {
     "radixkv": [
-        ["errors"],
+        ["errors", "arguments"],
         ["tokens"],
         ["pool", "node", "events", "stats"],
         ["tree", "block_table", "eviction"],
-        ["cache", "baselines", "render"],
+        ["cache", "render"],
+        ["baselines"],  # stands beside the cache: one table of constructors names all four managers
         ["storage", "tiers", "snapshot"],
         ["traces", "workloads", "sim", "router"],
     ],

@@ -157,8 +157,8 @@ def compute(
 ) -> Iterator[int]:
     """Writes the path of each token of a request that is not computed yet, up to `stop`; the positions as it goes.
 
-    Stands for the forward pass. It asks for each block before writing to it, as a driver must whose forks compute at the
-    same time; one that computes `for_all_forks` what they share writes it where they all read it.
+    Stands for the forward pass. It asks for each block before writing to it, as a driver must whose forks compute at
+    the same time; one that computes `for_all_forks` what they share writes it where they all read it.
     """
     table = cache._tables[request_id]
     tokens = tuple(unpack(table.tokens))
