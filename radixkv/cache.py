@@ -37,7 +37,7 @@ from .tokens import (
     TokenKey,
     block_digest,
     normalize_namespace,
-    pack,
+    pack_one,
     root_digest,
 )
 from .tree import RadixTree
@@ -275,7 +275,10 @@ class PrefixCache:
         table.num_cached_tokens = table.num_computed = num_shared * self.block_size + num_copied
         self._tables[request_id] = table
         self._tick = max(self._tick, tick)
-        for stats in (self.stats, self._namespace_stats.setdefault(key.namespace, CacheStats())):
+        namespace_stats = self._namespace_stats.get(key.namespace)
+        if namespace_stats is None:
+            namespace_stats = self._namespace_stats[key.namespace] = CacheStats()
+        for stats in (self.stats, namespace_stats):
             stats.count_request(num_tokens, table.num_cached_tokens, len(table.block_ids), num_shared)
         return Allocation(request_id, table.num_cached_tokens, num_shared, needed)
 
@@ -286,7 +289,7 @@ class PrefixCache:
         Raises OutOfBlocks with nothing changed. O(1), but for a copy.
         """
         table = self._table(request_id)
-        packed = pack((token_id,))
+        packed = pack_one(token_id)
         index, offset = divmod(table.num_tokens, self.block_size)
         if offset == 0:
             table.block_ids.extend(self._take(1, after=table.block_ids[-1]))
@@ -299,7 +302,8 @@ class PrefixCache:
         """Says that K and V of the request's first `num_computed_tokens` tokens are written.
 
         Full blocks among them become findable and immutable. Where the tree had the same tokens already (two requests
-        computed them at once), the table is re-pointed to the tree's blocks and the duplicates are free.
+        computed them at once), the table is re-pointed to the tree's blocks and the duplicates are free. Full blocks
+        that forks share are computed for all of them: one commit counts for each.
         Raises ValueError for more tokens than have a slot, or fewer than before. O(blocks that are new to the tree).
         """
         table = self._table(request_id)

@@ -243,6 +243,8 @@ class RadixTree:
         if place < len(node.children):
             first_block, child = node.children.peekitem(place)
             if first_block.startswith(label):
+                if first_block == label:  # the same partial leaf, used once more
+                    self.touch(child, use, above=node)
                 return Inserted(child, child.blocks[:1], 1, array("I"))
         dropped = self._drop_covered_partial(node, label)
         self.touch(node, use, above=node)

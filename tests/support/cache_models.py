@@ -77,6 +77,9 @@ class BlockModel:
     def keep_partial(self, namespace: tuple[str, ...], tokens: Tokens, tick: int) -> bool:
         """The partly filled last block of a sequence is cached too, unless one that begins like it already is."""
         size = len(tokens)
+        if (namespace, tokens) in self.ticks:  # the very same: used once more
+            self.ticks[namespace, tokens] = max(self.ticks[namespace, tokens], tick)
+            return False
         if any(within == namespace and cached[:size] == tokens for within, cached in self.ticks):
             return False
         self._drop_partial_starts_of((namespace, tokens))
