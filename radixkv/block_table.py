@@ -70,8 +70,7 @@ class BlockTable:
 
     def must_copy_before_writing(self, index: int, pool: BlockPool) -> bool:
         """Someone else reads the block at this place: the tree, or a fork."""
-        block_id = self.block_ids[index]
-        return pool.is_cached(block_id) or pool.num_owners(block_id) > 1
+        return not pool.is_exclusive(self.block_ids[index])
 
     def replace(self, index: int, block_id: int) -> None:
         """Names another block at this place, private to this table."""

@@ -290,10 +290,10 @@ class PrefixCache:
         """
         table = self._table(request_id)
         packed = pack_one(token_id)
-        index, offset = divmod(table.num_tokens, self.block_size)
+        index, offset = divmod(len(table.tokens) // TOKEN_BYTES, self.block_size)
         if offset == 0:
             table.block_ids.extend(self._take(1, after=table.block_ids[-1]))
-        elif table.must_copy_before_writing(index, self.pool):
+        elif not self.pool.is_exclusive(table.block_ids[index]):
             self._copy_on_write(table, index)
         table.tokens += packed
         return table.block_ids[index] * self.block_size + offset
@@ -340,7 +340,7 @@ class PrefixCache:
         may_extend = old_node.lock_ref == 1
         parent_block = old_node.blocks[-1] if old_node.blocks else None
         mine = table.block_ids[first:num_full]
-        inserted = self.tree.insert_below(old_node, label, mine, table.use._replace(tick=tick), may_extend)
+        inserted = self.tree.insert_below(old_node, label, mine, table.use.at(tick), may_extend)
         existing = inserted.num_existing
         new = mine[existing:]
         self.pool.give_to_tree(new)
@@ -400,7 +400,7 @@ class PrefixCache:
         if tail is not None:
             private.remove(tail)
         self.pool.release(private)
-        self.tree.touch(table.node, table.use._replace(tick=tick), above=table.node)
+        self.tree.touch(table.node, table.use.at(tick), above=table.node)
         self.tree.unlock_node(table.node)
         table.forks.discard(table)
         del self._tables[request_id]
@@ -415,7 +415,7 @@ class PrefixCache:
         if self.pool.num_owners(block_id) > 1:
             return None  # a fork goes on writing to it
         label = bytes(table.tokens[first * TOKEN_BYTES : table.num_computed * TOKEN_BYTES])
-        inserted = self.tree.insert_partial(table.node, label, block_id, table.use._replace(tick=tick))
+        inserted = self.tree.insert_partial(table.node, label, block_id, table.use.at(tick))
         if inserted.num_existing:
             return None
         self.pool.give_to_tree(inserted.blocks)

@@ -6,17 +6,59 @@ A plain record; `RadixTree` keeps its invariants. Slots and lazily made children
 from __future__ import annotations
 
 from array import array
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from bisect import bisect_left
+from typing import Any, NamedTuple, Protocol
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 from .tokens import TOKEN_BYTES, Namespace
 
-Children: TypeAlias = "SortedDict[bytes, RadixNode]"
+# From so many children on a node keeps its keys sorted; below, sorting them when asked (0.6 µs) is cheaper.
+MANY_CHILDREN = 17
 
-# Shared by all leaves: most nodes are leaves, and an empty SortedDict of its own would double the size of each.
+
+class Children(dict[bytes, "RadixNode"]):
+    """The children of a node by their packed first block; in token order where a method says so.
+
+    Nearly all nodes have one or two. A `SortedDict` for each takes 6 µs and 1.5 KB to make, which was a third of the
+    time of an insertion; a dict takes 0.2 µs. The root of a busy namespace may have a million: those stand in an index.
+    """
+
+    __slots__ = ("_index",)
+
+    def __init__(self) -> None:
+        self._index: SortedList[bytes] | None = None
+
+    def __setitem__(self, first_block: bytes, child: RadixNode) -> None:
+        if self._index is not None and first_block not in self:
+            self._index.add(first_block)
+        super().__setitem__(first_block, child)
+        if self._index is None and len(self) >= MANY_CHILDREN:
+            self._index = SortedList(self)
+
+    def __delitem__(self, first_block: bytes) -> None:
+        super().__delitem__(first_block)
+        if self._index is not None:
+            self._index.remove(first_block)
+
+    def in_order(self) -> list[RadixNode]:
+        """The children in token order. O(n), or O(n log n) for few."""
+        return [self[first_block] for first_block in (sorted(self) if self._index is None else self._index)]
+
+    def around(self, head: bytes) -> tuple[bytes | None, bytes | None]:
+        """The keys beside the place of `head` in token order: the last below it, the first not below it. O(log n)."""
+        if self._index is None:
+            keys: Any = sorted(self)
+            place = bisect_left(keys, head)
+        else:
+            keys = self._index
+            place = keys.bisect_left(head)
+        return keys[place - 1] if place else None, keys[place] if place < len(keys) else None
+
+
+# Shared by all leaves: most nodes are leaves, and an empty dict of its own would make each bigger by a quarter.
 # Nobody writes to it; the first child replaces it (`RadixTree._attach`).
-NO_CHILDREN: Children = SortedDict()
+NO_CHILDREN = Children()
 
 
 class Use(NamedTuple):
@@ -28,6 +70,10 @@ class Use(NamedTuple):
     priority: int = 0
     expires: int | None = None
     age: float = 0.0
+
+    def at(self, tick: int) -> Use:
+        """The same use at another tick. A quarter of the time of `_replace`."""
+        return Use(tick, *self[1:])
 
 
 class Ranking(Protocol):

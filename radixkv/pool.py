@@ -54,6 +54,10 @@ class BlockPool:
         """Tables that own the block, or 1 for the tree; 0 if it is free."""
         return abs(self._owners[block_id])
 
+    def is_exclusive(self, block_id: int) -> bool:
+        """One table owns the block and nobody else reads it, so it may be written in place."""
+        return self._owners[block_id] == 1
+
     def is_cached(self, block_id: int) -> bool:
         """The tree owns the block."""
         return self._owners[block_id] == CACHED

@@ -27,9 +27,9 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
-from .node import NO_CHILDREN, RadixNode, Ranking, RootNode, Use, describe_blocks
+from .node import NO_CHILDREN, Children, RadixNode, Ranking, RootNode, Use, describe_blocks
 from .tokens import TOKEN_BYTES, Namespace, TokenKey, common_prefix, unpack
 
 
@@ -104,8 +104,11 @@ class RadixTree:
         stop = len(key.data) if limit is None else limit * TOKEN_BYTES
         return self._descend(root, key.data, 0, stop)
 
-    def _descend(self, node: RadixNode, data: bytes, start: int, stop: int) -> Match:
-        """`match` for the bytes data[start:stop], from the end of `node` downwards."""
+    def _descend(self, node: RadixNode, data: bytes, start: int, stop: int, *, to_the_token: bool = True) -> Match:
+        """`match` for the bytes data[start:stop], from the end of `node` downwards.
+
+        to_the_token: look beside the path too; without it the match has no partial block.
+        """
         block_bytes = self._block_bytes
         blocks = array("I")
         while start + block_bytes <= stop:
@@ -121,7 +124,9 @@ class RadixTree:
             offset, partial_tokens = divmod(common_prefix(label, data, start, stop), self.block_size)
             blocks.extend(node.blocks[:offset])
             return Match(node, offset, blocks, node.blocks[offset], partial_tokens)
-        partial_block, partial_tokens = self._closest_child(node, data[start : min(start + block_bytes, stop)])
+        partial_block, partial_tokens = 0, 0
+        if to_the_token and node.children and start < stop:
+            partial_block, partial_tokens = self._closest_child(node, data[start : min(start + block_bytes, stop)])
         return Match(node, len(node.blocks), blocks, partial_block, partial_tokens)
 
     def _closest_child(self, node: RadixNode, head: bytes) -> tuple[int, int]:
@@ -129,17 +134,13 @@ class RadixTree:
 
         In a sorted sequence the longest common prefix with any value is attained beside the place where it would stand.
         """
-        children = node.children
-        if not children or not head:
-            return 0, 0
-        place = children.bisect_left(head)
         best_block, best_tokens = 0, 0
-        for index in (place - 1, place):
-            if 0 <= index < len(children):
-                first_block, child = children.peekitem(index)
+        for first_block in node.children.around(head):
+            # The first token alone decides most cases, and costs a tenth of counting.
+            if first_block is not None and first_block[:TOKEN_BYTES] == head[:TOKEN_BYTES]:
                 num_tokens = common_prefix(first_block, head, 0, len(head))
                 if num_tokens > best_tokens:
-                    best_block, best_tokens = child.blocks[0], num_tokens
+                    best_block, best_tokens = node.children[first_block].blocks[0], num_tokens
         return best_block, best_tokens
 
     def path_blocks(self, node: RadixNode) -> array[int]:
@@ -178,7 +179,7 @@ class RadixTree:
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(reversed(node.children.values()))
+            stack.extend(reversed(node.children.in_order()))
 
     @staticmethod
     def _ancestors(node: RadixNode | None) -> Iterator[RadixNode]:
@@ -212,7 +213,7 @@ class RadixTree:
         """
         if self._policy.age:
             use = use._replace(age=self._policy.age)
-        match = self._descend(node, label, 0, len(label))
+        match = self._descend(node, label, 0, len(label), to_the_token=False)
         num_existing = len(match.blocks)
         assert match.node is not None
         end = self._split(match.node, match.offset)
@@ -239,13 +240,12 @@ class RadixTree:
         label: fewer tokens than a block has, and at least one. O(log children).
         """
         assert 0 < len(label) < self._block_bytes, "a partial leaf holds less than a block and more than nothing"
-        place = node.children.bisect_left(label)
-        if place < len(node.children):
-            first_block, child = node.children.peekitem(place)
-            if first_block.startswith(label):
-                if first_block == label:  # the same partial leaf, used once more
-                    self.touch(child, use, above=node)
-                return Inserted(child, child.blocks[:1], 1, array("I"))
+        _, first_block = node.children.around(label)
+        if first_block is not None and first_block.startswith(label):
+            child = node.children[first_block]
+            if first_block == label:  # the same partial leaf, used once more
+                self.touch(child, use, above=node)
+            return Inserted(child, child.blocks[:1], 1, array("I"))
         dropped = self._drop_covered_partial(node, label)
         self.touch(node, use, above=node)
         blocks = array("I", (block_id,))
@@ -257,21 +257,20 @@ class RadixTree:
 
         There is one at most, and it stands just before `head`: whatever stood between would begin with its tokens too.
         """
-        place = parent.children.bisect_left(head) if parent.children else 0
-        if place:
-            first_block, child = parent.children.peekitem(place - 1)
-            if len(first_block) < self._block_bytes and head.startswith(first_block):
-                self._leave_order(child)
-                self._detach(child)
-                return child.blocks
-        return array("I")
+        first_block = parent.children.around(head)[0] if parent.children else None
+        if first_block is None or len(first_block) == self._block_bytes or not head.startswith(first_block):
+            return array("I")
+        child = parent.children[first_block]
+        self._leave_order(child)
+        self._detach(child)
+        return child.blocks
 
     def _attach(self, parent: RadixNode, label: bytes, blocks: array[int], use: Use) -> RadixNode:
         """A new leaf below `parent`, unlocked and in the eviction order; the caller marks the path as used."""
         leaf = RadixNode(label, blocks, parent, parent.end + len(blocks), use, self._next_serial())
         if not parent.children:
             self._leave_order(parent)
-            parent.children = SortedDict()
+            parent.children = Children()
         parent.children[label[: self._block_bytes]] = leaf
         self.num_nodes += 1
         self.num_blocks += len(blocks)
@@ -306,7 +305,8 @@ class RadixTree:
         node.label = node.label[cut:]
         node.blocks = node.blocks[offset:]
         node.parent = upper
-        upper.children = SortedDict({node.label[: self._block_bytes]: node})
+        upper.children = Children()
+        upper.children[node.label[: self._block_bytes]] = node
         upper.lock_ref = 1 if node.lock_ref else 0
         self.num_nodes += 1
         return upper
@@ -379,7 +379,7 @@ class RadixTree:
         """
         if len(node.children) > 1:
             return node
-        child: RadixNode = node.children.peekitem(0)[1]
+        (child,) = node.children.values()
         is_partial = len(child.label) < self._block_bytes
         if child.lock_ref or is_partial or self._alike(node) != self._alike(child):
             return node
@@ -529,8 +529,8 @@ class RadixTree:
                 assert child.label.startswith(first_block), "a child does not stand under its first block"
                 assert child.end == node.end + len(child.blocks), "a child's depth is not its parent's plus its run"
                 assert child.tick <= node.tick, "a child was used later than its parent"
-            keys = list(children)
-            assert keys == sorted(keys), "children are out of order"
+            keys = [child.label[: self._block_bytes] for child in children.in_order()]
+            assert keys == sorted(children), "children are out of order"
             for left, right in pairwise(keys):
                 assert not right.startswith(left), "a partial leaf is the start of a sibling"
             if node.parent is None:
@@ -584,7 +584,7 @@ class RadixTree:
                 bars[id(node)] = ""
                 continue
             assert node.parent is not None
-            is_last = node.parent.children.peekitem(-1)[1] is node
+            is_last = node.parent.children.in_order()[-1] is node
             bar = bars[id(node.parent)]
             bars[id(node)] = bar + ("   " if is_last else "│  ")
             first = (node.end - len(node.blocks)) * self.block_size
