@@ -20,8 +20,8 @@ settings.register_profile("base", deadline=None, suppress_health_check=[HealthCh
 # The same examples each time, so that a red run is about the change and not about luck.
 settings.register_profile("default", settings.get_profile("base"), derandomize=True, max_examples=50)
 settings.register_profile("ci", settings.get_profile("base"), derandomize=True, max_examples=200)
-# New examples each night, in long walks; a failure prints the line that repeats it.
-settings.register_profile("nightly", settings.get_profile("base"), max_examples=2_000, stateful_step_count=500)
+# New examples each night, in long walks of up to 200,000 steps a machine; a failure prints the line that repeats it.
+settings.register_profile("nightly", settings.get_profile("base"), max_examples=400, stateful_step_count=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 REPOSITORY = Path(__file__).resolve().parents[1]
