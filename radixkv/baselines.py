@@ -25,7 +25,7 @@ from .errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 from .node import describe_blocks
 from .pool import BlockPool
 from .stats import CacheStats
-from .tokens import TOKEN_BYTES, Namespace, NamespaceLike, TokenKey, block_digest, pack, root_digest, unpack
+from .tokens import TOKEN_BYTES, Namespace, NamespaceLike, TokenKey, block_digest, pack_one, root_digest, unpack
 
 
 class CacheManager(Protocol):
@@ -316,7 +316,7 @@ class _TableManager:
         Raises OutOfBlocks with nothing changed. O(1), but for a copy.
         """
         table = self._table(request_id)
-        packed = pack((token_id,))
+        packed = pack_one(token_id)
         self._require_fits(table.num_tokens + 1)
         index, offset = divmod(table.num_tokens, self.block_size)
         if index == len(table.block_ids):

@@ -37,6 +37,7 @@ class Request:
         self.blocks = []
         self.num_held = 0
         self.num_computed = 0
+        self.num_written = 0
         self.own_values = {}
 
     def value(self, position):
@@ -238,11 +239,13 @@ class BaselineMachine(RuleBasedStateMachine):
 
     # Hypothesis leaves some rules out of each walk. More ways to begin keep the walks from idling.
 
-    @rule(prompt=PROMPT, namespace=st.sampled_from(NAMESPACES), delta=DELTAS)
-    def allocate_and_fork(self, prompt, namespace, delta):
+    @rule(prompt=PROMPT, written=OFTEN, delta=DELTAS)
+    def allocate_and_fork(self, prompt, written, delta):
         num_running = len(self.model.running)
-        self.allocate(prompt, False, namespace, delta)
+        self.allocate(prompt, False, None, delta)
         if len(self.model.running) > num_running:
+            if written:
+                self.compute_and_commit(-1, True, 0, False, delta)
             self.fork(-1, False)
 
     @rule(prompt=PROMPT, fresh=RARELY, namespace=st.sampled_from(NAMESPACES), delta=DELTAS)
@@ -250,7 +253,7 @@ class BaselineMachine(RuleBasedStateMachine):
         num_running = len(self.model.running)
         self.allocate(prompt, fresh, namespace, delta)
         if len(self.model.running) > num_running:
-            self.compute_and_commit(-1, True, 0, delta)
+            self.compute_and_commit(-1, True, 0, True, delta)
 
     @rule(prompt=PROMPT, fresh=RARELY, namespace=st.sampled_from(NAMESPACES), delta=DELTAS)
     def serve(self, prompt, fresh, namespace, delta):
@@ -260,16 +263,20 @@ class BaselineMachine(RuleBasedStateMachine):
             self.free(-1, delta)
 
     @precondition(lambda self: self.model.running)
-    @rule(index=INDEX, all_of_it=OFTEN, part=INDEX, delta=DELTAS)
-    def compute_and_commit(self, index, all_of_it, part, delta):
+    @rule(index=INDEX, all_of_it=OFTEN, part=INDEX, commits=OFTEN, delta=DELTAS)
+    def compute_and_commit(self, index, all_of_it, part, commits, delta):
+        """commits: if not, a fork may come between forward pass and commit, and share what is then committed."""
         request_id, request = self.pick(index)
-        num_left = len(request.tokens) - request.num_computed
-        written = request.num_computed
+        written = max(request.num_computed, request.num_written)
+        num_left = len(request.tokens) - written
         for position in range(written, written + (num_left if all_of_it else part % (num_left + 1))):
             if not self.write_place(request_id, request, position // self.block_size):
                 break
             self.put(request_id, request, position)
             written += 1
+        request.num_written = written
+        if not commits:
+            return
         ticks, tick = self.ticks(delta)
         self.manager.commit(request_id, written, **ticks)
         self.now = max(self.now, tick)
@@ -368,6 +375,7 @@ class BaselineMachine(RuleBasedStateMachine):
         call()
         child = self.model.running[child_id] = Request(parent.namespace, parent.tokens, parent.tick, parent.family)
         child.num_held, child.num_computed = parent.num_held, parent.num_computed
+        child.num_written = parent.num_written
         child.own_values = dict(parent.own_values)
         child.blocks = [Block() for _ in range(needed)] if needed else parent.blocks[:]
 
