@@ -89,6 +89,7 @@ OURS_MANAGER = System("radixkv", "ours:OurManager", "manager", "")
 PEERS = (
     System("SGLang Rust", "sglang:SGLangTree", "tree", "sglang", "rust"),
     System("SGLang Python", "sglang:SGLangTree", "tree", "sglang", "radix"),
+    System("mini-sglang", "mini_sglang:MiniSGLangTree", "tree", "mini-sglang"),
     System("vLLM", "vllm:VLLMManager", "manager", "vllm"),
 )
 SYSTEMS = {system.name: system for system in (OURS_TREE, OURS_MANAGER, *PEERS)}
