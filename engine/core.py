@@ -64,7 +64,8 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        request.finish("abort")
+        if request.finish_reason is None:  # an interrupt may have come after its last token
+            request.finish("abort")
         self._forget(request)
         return request
 

@@ -84,12 +84,16 @@ class Scheduler:
         return scheduled
 
     def finish(self, request: Request) -> None:
-        """Forgets a request, wherever it stands, and gives its blocks back."""
+        """Forgets a request, wherever it stands, and gives its blocks back.
+
+        Looks for itself instead of trusting the request's state: an interrupt may have come between two lines.
+        """
         if request in self.running:
             self.running.remove(request)
-            self.cache.free(request.request_id)
-        else:
+        if request in self.waiting:
             self.waiting.remove(request)
+        if request.request_id in self.cache.request_ids:
+            self.cache.free(request.request_id)
 
     def _max_blocks(self, request: Request) -> int:
         """Blocks that the request may grow to. The last token it samples never needs a slot."""

@@ -15,6 +15,7 @@ from chat_helpers import save_tiny_chat_model  # noqa: E402
 
 from engine import LLM, SamplingParams  # noqa: E402
 from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.request import Request  # noqa: E402
 from radixkv import TokenKey  # noqa: E402
 from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model  # noqa: E402
 
@@ -298,6 +299,25 @@ class TestInterruption:
         monkeypatch.setattr(llm._core.runner, "run", failing)
         with pytest.raises(interruption, match="in the middle"):
             llm.generate(PROMPTS, PARAMS)
+        assert_idle(llm)
+        assert tokens_of(llm.generate(PROMPTS, PARAMS)) == [own_tokens("llama", tuple(ids)) for ids in PROMPTS]
+
+    @pytest.mark.parametrize("place", ["start", "add_output"])
+    def test_an_interrupt_between_two_lines_leaves_nothing_behind(self, monkeypatch, place):
+        """Ctrl-C may come when a request has blocks but does not run yet, or has ended but is not forgotten yet."""
+        llm = make_llm("llama", 4)
+        original = getattr(Request, place)
+
+        def interrupted(request, *arguments):
+            if place == "add_output":
+                while request.finish_reason is None:
+                    original(request, *arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Request, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, PARAMS)
+        monkeypatch.undo()
         assert_idle(llm)
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == [own_tokens("llama", tuple(ids)) for ids in PROMPTS]
 
