@@ -23,6 +23,7 @@ from .errors import OutOfBlocks
 
 FREE = 0
 CACHED = -1  # in `_owners`; a positive number counts the tables that own the block
+_ONE_OWNER = array("i", (1,))
 
 
 class BlockPool:
@@ -82,14 +83,10 @@ class BlockPool:
             if start < 0:
                 start = used.find(wanted)
         if start >= 0:
-            block_ids = array("I", range(start, start + num_blocks))
-            used[start : start + num_blocks] = b"\1" * num_blocks
+            block_ids = self._take_run(start, start + num_blocks)
             self._cursor = start + num_blocks
         else:
             block_ids = self._take_scattered(num_blocks)
-        owners = self._owners
-        for block_id in block_ids:
-            owners[block_id] = 1
         self.num_free -= num_blocks
         return block_ids
 
@@ -104,10 +101,15 @@ class BlockPool:
             if stop < 0:
                 stop = self.num_blocks
             stop = min(stop, start + num_blocks - len(block_ids))
-            block_ids.extend(range(start, stop))
-            used[start:stop] = b"\1" * (stop - start)
+            block_ids.extend(self._take_run(start, stop))
             start = stop
         return block_ids
+
+    def _take_run(self, start: int, stop: int) -> array[int]:
+        """The free blocks [start, stop), now with one owner each. By slices: a loop took longer than the search."""
+        self._used[start:stop] = b"\1" * (stop - start)
+        self._owners[start:stop] = _ONE_OWNER * (stop - start)
+        return array("I", range(start, stop))
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Counts one more owning table for each block (a fork). Raises ValueError for one that no table owns."""
