@@ -77,7 +77,8 @@ class BlockModel:
     def keep_partial(self, namespace: tuple[str, ...], tokens: Tokens, tick: int) -> bool:
         """The partly filled last block of a sequence is cached too, unless one that begins like it already is."""
         size = len(tokens)
-        if (namespace, tokens) in self.ticks:  # the very same: used once more
+        if (namespace, tokens) in self.ticks:  # the very same: it and the path to it are used once more
+            self.use(namespace, tokens, tick)
             self.ticks[namespace, tokens] = max(self.ticks[namespace, tokens], tick)
             return False
         if any(within == namespace and cached[:size] == tokens for within, cached in self.ticks):
