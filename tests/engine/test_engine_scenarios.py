@@ -107,8 +107,8 @@ class Engine:
             self.step()
 
     def contents(self, block_ids):
-        """The bytes of these blocks, K and V of all layers."""
-        return self.storage.data[:, :, list(block_ids)].clone()
+        """The bits of these blocks, K and V of all layers: slots never written may hold NaN, which equals nothing."""
+        return self.storage.data[:, :, list(block_ids)].clone().view(torch.int32)
 
     def fill_free_blocks(self, value):
         """Overwrites what idle blocks hold."""
@@ -138,6 +138,7 @@ class TestHits:
     def test_a_prompt_sent_again_hits_all_but_its_last_token(self, length, block_size):
         """A001: one token is always computed, its logits are the cold ones, and no shared block is written to."""
         engine = Engine(block_size=block_size)
+        engine.fill_free_blocks(float("nan"))  # what fresh memory may hold as well
         ids = prompt(length, length)
         cold = engine.add(ids)
         engine.step()
