@@ -92,6 +92,10 @@ class CacheManager(Protocol):
         namespace: NamespaceLike = None,
         *,
         tick: int | None = None,
+        priority: int = 0,
+        max_cached_tokens: int | None = None,
+        spare_blocks: int = 0,
+        is_resumed: bool = False,
     ) -> Allocation:
         """A block table for a prompt, or OutOfBlocks with nothing changed."""
 
@@ -275,9 +279,15 @@ class _TableManager:
         namespace: NamespaceLike = None,
         *,
         tick: int | None = None,
+        priority: int = 0,
+        max_cached_tokens: int | None = None,
+        spare_blocks: int = 0,
+        is_resumed: bool = False,
     ) -> Allocation:
         """A block table for a prompt: what is cached of its first len - 1 tokens shared, the rest from the pool.
 
+        max_cached_tokens, spare_blocks, is_resumed: as in `PrefixCache.allocate`. priority: checked, and no policy here
+        asks for it.
         Raises OutOfBlocks, with nothing changed, if free blocks and those evictable beside the hit do not suffice;
         DuplicateRequest; ValueError for an empty prompt. O(blocks).
         """
@@ -287,14 +297,19 @@ class _TableManager:
         if num_tokens == 0:
             raise ValueError("token_ids is empty; allowed: one token and more")
         self._require_fits(num_tokens)
+        at_least(0, priority, "priority")
+        at_least(0, spare_blocks, "spare_blocks")
+        most_cached = num_tokens - 1
+        if max_cached_tokens is not None:
+            most_cached = min(most_cached, at_least(0, max_cached_tokens, "max_cached_tokens"))
         tick = self._checked_tick(tick)
         # 1. Look, change nothing. One prompt token is always computed, hence the limit.
-        path = self._match(key, num_tokens - 1)
+        path = self._match(key, most_cached)
         # 2. Is there room? What the hit itself holds is no room.
         needed = self._blocks_for(num_tokens) - len(path)
         evictable = self.num_evictable_blocks - sum(cached.num_readers == 0 for cached in path)
-        if needed > self.num_free_blocks + evictable:
-            raise OutOfBlocks(needed, self.num_free_blocks, evictable)
+        if needed + spare_blocks > self.num_free_blocks + evictable:
+            raise OutOfBlocks(needed + spare_blocks, self.num_free_blocks, evictable)
         # 3. Hold the hit, then make room beside it.
         self._hold(path)
         table = _Table(request_id, key.namespace, tick)
@@ -305,8 +320,9 @@ class _TableManager:
         table.num_cached_tokens = table.num_computed = len(path) * self.block_size
         self._tables[request_id] = table
         self._tick = max(self._tick, tick)
-        num_blocks = -(-num_tokens // self.block_size)
-        self.stats.count_request(num_tokens, table.num_cached_tokens, num_blocks, len(path))
+        if not is_resumed:
+            num_blocks = -(-num_tokens // self.block_size)
+            self.stats.count_request(num_tokens, table.num_cached_tokens, num_blocks, len(path))
         return Allocation(request_id, table.num_cached_tokens, len(path), needed)
 
     def append_token(self, request_id: str | int, token_id: int) -> int:

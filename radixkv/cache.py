@@ -222,6 +222,9 @@ class PrefixCache:
         *,
         tick: int | None = None,
         priority: int = 0,
+        max_cached_tokens: int | None = None,
+        spare_blocks: int = 0,
+        is_resumed: bool = False,
         ttl: int | None = None,
     ) -> Allocation:
         """A block table for a prompt: its longest cached start shared, the rest from the pool.
@@ -229,6 +232,9 @@ class PrefixCache:
         Where the prompt leaves the tree inside a block, the leading tokens' KV is copied into the request's own block.
         priority, ttl: for the "priority" policy; what the request uses keeps that priority for `ttl` ticks (None: until
         it is evicted all the same, when nothing of lower priority is left).
+        max_cached_tokens: use at most so much of the cache; 0 for a request that needs all of its prompt computed.
+        spare_blocks: so many blocks must be left, free or evictable, for the growth of the running requests.
+        is_resumed: the request was counted in `stats` when it came first, and gave its blocks up since.
         Raises OutOfBlocks, with nothing changed, if free blocks and those evictable beside the hit do not suffice;
         DuplicateRequest; ValueError for an empty prompt. If the storage fails to copy, nothing is taken (blocks
         evicted to make room stay evicted). O(nodes on the path + blocks).
@@ -241,17 +247,21 @@ class PrefixCache:
         at_least(0, priority, "priority")
         if ttl is not None and integer(ttl, "ttl") < 1:
             raise ValueError(f"ttl is {ttl}; allowed: 1 and more, or None")
+        at_least(0, spare_blocks, "spare_blocks")
+        most_cached = num_tokens - 1
+        if max_cached_tokens is not None:
+            most_cached = min(most_cached, at_least(0, max_cached_tokens, "max_cached_tokens"))
         tick = self._checked_tick(tick)
         use = Use(tick, tick, 1, priority, tick + ttl if priority and ttl is not None else None)
         # 1. Look, change nothing. One prompt token is always computed, hence the limit.
-        match = self.tree.match(key, num_tokens - 1)
+        match = self.tree.match(key, most_cached)
         num_shared = len(match.blocks)
         num_copied = match.partial_tokens if match.partial_tokens >= self.min_copy_tokens else 0
         # 2. Is there room? What the hit itself pins is no room.
         needed = self._blocks_for(num_tokens) - num_shared
         evictable = self.num_evictable_blocks - self.tree.num_unlocked_on_path(match)
-        if needed > self.num_free_blocks + evictable:
-            raise OutOfBlocks(needed, self.num_free_blocks, evictable)
+        if needed + spare_blocks > self.num_free_blocks + evictable:
+            raise OutOfBlocks(needed + spare_blocks, self.num_free_blocks, evictable)
         # 3. Pin the hit, then make room beside it.
         node = self.tree.lock(key.namespace, match)
         new_blocks = self._take(needed, after=match.blocks[-1] if num_shared else None, now=tick)
@@ -275,11 +285,12 @@ class PrefixCache:
         table.num_cached_tokens = table.num_computed = num_shared * self.block_size + num_copied
         self._tables[request_id] = table
         self._tick = max(self._tick, tick)
-        namespace_stats = self._namespace_stats.get(key.namespace)
-        if namespace_stats is None:
-            namespace_stats = self._namespace_stats[key.namespace] = CacheStats()
-        for stats in (self.stats, namespace_stats):
-            stats.count_request(num_tokens, table.num_cached_tokens, len(table.block_ids), num_shared)
+        if not is_resumed:
+            namespace_stats = self._namespace_stats.get(key.namespace)
+            if namespace_stats is None:
+                namespace_stats = self._namespace_stats[key.namespace] = CacheStats()
+            for stats in (self.stats, namespace_stats):
+                stats.count_request(num_tokens, table.num_cached_tokens, len(table.block_ids), num_shared)
         return Allocation(request_id, table.num_cached_tokens, num_shared, needed)
 
     def append_token(self, request_id: str | int, token_id: int) -> int:

@@ -165,6 +165,34 @@ class KVStorage:
         for panel in self._panels:
             panel[:, target, :num_tokens] = panel[:, source, :num_tokens]
 
+    def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
+        """A copy of some blocks in host memory, K and V of all layers, for `write_blocks` to put back.
+
+        One tensor for each run of equal layers, `(layers, len(block_ids), block_size, num_kv_heads, head_dim)`.
+        Raises `ValueError` for an unknown block.
+        """
+        index = self._index(block_ids)
+        return [panel.index_select(1, index).cpu() for panel in self._panels]
+
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Tensor]) -> None:
+        """Puts what `read_blocks` gave into blocks, which may be others than it was read from; bit for bit.
+
+        Raises `ValueError`, with nothing written, for an unknown block, or data of other shapes.
+        """
+        index = self._index(block_ids)
+        wanted = [(panel.shape[0], len(block_ids), *panel.shape[2:]) for panel in self._panels]
+        given = [tuple(tensor.shape) for tensor in data]
+        if given != wanted:
+            raise ValueError(f"data has shapes {given}: {len(block_ids)} blocks of this storage need {wanted}")
+        for panel, tensor in zip(self._panels, data, strict=True):
+            panel.index_copy_(1, index, tensor.to(self.device))
+
+    def _index(self, block_ids: Sequence[int]) -> Tensor:
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks:
+                raise ValueError(f"block id {block_id}: a block id in [0, {self.num_blocks}) is needed")
+        return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+
     def check(self) -> None:
         """Recounts the layout; an AssertionError says in one sentence what is broken."""
         expected = self._buffer.data_ptr()

@@ -13,6 +13,7 @@ from cache_models import (
 )
 
 from radixkv import DuplicateRequest, OutOfBlocks, PrefixCache, RadixKVError, TokenKey, UnknownRequest
+from radixkv.baselines import FlatHashCache
 from radixkv.node import RadixNode
 
 
@@ -521,3 +522,54 @@ def test_a_broken_cache_says_what_is_broken():
     table.tokens[0] ^= 1
     table.num_computed = 99
     broken("more computed tokens than tokens")
+
+
+@pytest.mark.parametrize("manager", [PrefixCache, FlatHashCache])
+class TestAdmission:
+    """What a scheduler asks of `allocate` beyond blocks for a prompt."""
+
+    def test_spare_blocks_must_be_left_over_and_nothing_changes_if_they_are_not(self, manager):
+        """A016: admission that leaves no room for growth would be undone by the next decode. The hit is no room."""
+        cache = manager(num_blocks=12, block_size=4)
+        cache.allocate("old", range(24))
+        cache.commit("old", 24)
+        cache.free("old")  # 6 blocks evictable, 6 free
+        prompt = [*range(16), *range(100, 116)]  # hits 4 blocks, needs 4; beside the hit, 6 + 2 remain
+        before = cache.show()
+        with pytest.raises(OutOfBlocks, match="needed=9 free=6 evictable=2"):
+            cache.allocate("new", prompt, spare_blocks=5)
+        assert cache.show() == before
+        assert cache.allocate("new", prompt, spare_blocks=4).num_new_blocks == 4
+        cache.check()
+
+    @pytest.mark.parametrize(("most", "cached"), [(None, 15), (15, 15), (14, 14), (9, 9), (8, 8), (3, 3), (0, 0)])
+    def test_a_request_may_use_less_of_the_cache_than_there_is(self, manager, most, cached):
+        """Log-probabilities of prompt tokens need their logits: those tokens are computed, whatever is cached."""
+        cache = manager(num_blocks=16, block_size=4)
+        cache.allocate("first", range(16))
+        cache.commit("first", 16)
+        cache.free("first")
+        allocation = cache.allocate("again", range(16), max_cached_tokens=most)
+        assert allocation.num_cached_tokens == (cached if manager is PrefixCache else cached // 4 * 4)
+        cache.commit("again", 16)  # its duplicates are re-pointed
+        cache.free("again")
+        cache.check()
+        assert cache.num_cached_blocks == 4
+
+    def test_a_resumed_request_is_not_counted_again(self, manager):
+        """A040: hit rates would rise with every preemption."""
+        cache = manager(num_blocks=16, block_size=4)
+        cache.allocate("a", range(16))
+        cache.commit("a", 16)
+        cache.free("a")
+        before = cache.stats.as_dict()
+        assert cache.allocate("a", range(18), is_resumed=True).num_cached_tokens == 16
+        after = cache.stats.as_dict()
+        for name in ("requests", "prompt_tokens", "hit_tokens", "prompt_blocks", "hit_blocks"):
+            assert after[name] == before[name]
+
+    @pytest.mark.parametrize("arguments", [{"spare_blocks": -1}, {"max_cached_tokens": -1}])
+    def test_negative_numbers_are_refused(self, manager, arguments):
+        """They would make room that is not there."""
+        with pytest.raises(ValueError, match="is -1; allowed: 0 and more"):
+            manager(num_blocks=4, block_size=4).allocate("a", [1], **arguments)

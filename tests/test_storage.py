@@ -146,3 +146,38 @@ def test_impossible_sizes_are_refused(arguments, error, message):
     """The message names the value, since it often comes from a configuration file."""
     with pytest.raises(error, match=message):
         KVStorage(*arguments)
+
+
+@pytest.mark.parametrize("layers", [UNIFORM, LATENT, MIXED], ids=["uniform", "latent", "mixed"])
+def test_blocks_read_come_back_bit_for_bit_in_other_blocks(layers):
+    """A request that is swapped out returns to whatever blocks are free then, in any order."""
+    storage = numbered(5, 4, layers)
+    before = contents(storage)
+    saved = storage.read_blocks([3, 0])
+    storage.write_blocks([1, 4], saved)
+    for got, was in zip(contents(storage), before, strict=True):
+        assert torch.equal(got[4:8], was[12:16])
+        assert torch.equal(got[16:20], was[0:4])
+        assert torch.equal(got[8:16], was[8:16]) and torch.equal(got[:4], was[:4])
+
+
+def test_what_was_read_does_not_change_with_the_pool():
+    """It is a copy: the blocks are given away at once."""
+    storage = numbered(2, 4, UNIFORM)
+    saved = storage.read_blocks([0])
+    kept = [tensor.clone() for tensor in saved]
+    storage.copy_block(1, 0, 4)
+    assert all(torch.equal(a, b) for a, b in zip(saved, kept, strict=True))
+
+
+def test_reading_and_writing_refuse_blocks_that_are_not_there():
+    """Negative ids would count from the end; data of another number of blocks would broadcast."""
+    storage = numbered(2, 4, UNIFORM)
+    with pytest.raises(ValueError, match="block id -1"):
+        storage.read_blocks([-1])
+    saved = storage.read_blocks([0])
+    before = contents(storage)
+    for block_ids in ([2], [0, 1]):
+        with pytest.raises(ValueError, match="block id 2|data has shapes"):
+            storage.write_blocks(block_ids, saved)
+    assert all(torch.equal(a, b) for a, b in zip(contents(storage), before, strict=True))
