@@ -30,6 +30,8 @@ class Row:
     """The position of the first of them: the number of tokens whose KV is in the pool already."""
     block_ids: Sequence[int]
     """The request's block table, in logical order; covers `start + len(token_ids)` tokens."""
+    num_logits: int = 1
+    """After how many of the new tokens, counted from the last, logits are wanted; at least one."""
 
 
 class Span(NamedTuple):
@@ -146,7 +148,7 @@ class Batch:
     position_ids: Tensor
     """(1, T) int64."""
     logits_indices: Tensor
-    """(R,) int64: where in T the last token of each row stands; only there are logits computed."""
+    """(N,) int64: where in T logits are computed: at each row's last `num_logits` tokens. N = R if each wants one."""
     metadata: AttentionMetadata
 
 
@@ -171,6 +173,8 @@ def build_batch(rows: Sequence[Row], block_size: int, device: torch.device | str
                 f"row {index} has {len(row.block_ids)} blocks of {block_size}: "
                 f"{row.start} + {len(row.token_ids)} tokens need {needed}"
             )
+        if not 1 <= row.num_logits <= len(row.token_ids):
+            raise ValueError(f"row {index} has num_logits={row.num_logits}; allowed: 1 to {len(row.token_ids)}")
         if min(row.block_ids) < 0:
             raise ValueError(f"row {index} names block {min(row.block_ids)}: block ids are >= 0")
 
@@ -192,7 +196,7 @@ def build_batch(rows: Sequence[Row], block_size: int, device: torch.device | str
             offset = index * block_size
             base = block_ids[index] * block_size - offset
             slot_mapping += range(base + max(start, offset), base + min(end, offset + block_size))
-        logits_indices.append(query_end - 1)
+        logits_indices += range(query_end - row.num_logits, query_end)
         row_metadata.append(RowMetadata(query_start, query_end, start, _slots(block_ids, end, block_size, device)))
         min_num_blocks = max(min_num_blocks, max(block_ids) + 1)
 

@@ -322,7 +322,8 @@ COMMANDS = {
         examples="""\
   radixkv bench tree                                   what a request costs the scheduler, without any model
   radixkv bench tree --only workload --block-sizes 16 --no-peers
-  radixkv bench tree --peer-path sglang=path/to/unpacked/wheel --json""",
+  radixkv bench tree --peer-path sglang=path/to/unpacked/wheel --json
+  radixkv bench scheduler                              preemption and order of admission, on a clock of their own""",
     ),
 }
 

@@ -178,6 +178,6 @@ def test_reading_and_writing_refuse_blocks_that_are_not_there():
     saved = storage.read_blocks([0])
     before = contents(storage)
     for block_ids in ([2], [0, 1]):
-        with pytest.raises(ValueError, match="block id 2|data has shapes"):
+        with pytest.raises(ValueError, match=r"block id 2|data has shapes"):
             storage.write_blocks(block_ids, saved)
     assert all(torch.equal(a, b) for a, b in zip(contents(storage), before, strict=True))

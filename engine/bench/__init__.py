@@ -4,4 +4,4 @@
 `add_arguments(parser)` and `run_from_arguments(arguments)`.
 """
 
-BENCHMARKS = {"tree": "engine.bench.tree"}
+BENCHMARKS = {"tree": "engine.bench.tree", "scheduler": "engine.bench.scheduler"}

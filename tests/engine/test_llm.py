@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import random
+from collections import Counter
 
 import pytest
 
@@ -14,6 +15,7 @@ np = pytest.importorskip("numpy")
 from chat_helpers import save_tiny_chat_model  # noqa: E402
 
 from engine import LLM, SamplingParams  # noqa: E402
+from engine.metrics import EngineCounters  # noqa: E402
 from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
 from engine.request import Request  # noqa: E402
 from radixkv import TokenKey  # noqa: E402
@@ -63,7 +65,7 @@ def tokens_of(outputs):
 def assert_idle(llm):
     """Nothing is left of any request: every block is free or evictable."""
     llm.cache.check()
-    assert not llm._core.has_requests
+    assert not llm.core.has_requests
     assert llm.cache.request_ids == ()
     assert llm.cache.num_private_blocks == llm.cache.num_protected_blocks == 0
     assert llm.cache.num_free_blocks + llm.cache.num_evictable_blocks == llm.cache.num_blocks
@@ -287,7 +289,7 @@ class TestInterruption:
     def test_nothing_is_left_running_when_generate_is_interrupted(self, monkeypatch, interruption, call):
         """Ctrl-C in a notebook, or a forward that fails: the next call must find the pool whole, and be right."""
         llm = make_llm("llama", 4, max_num_seqs=3)
-        run, num_calls = llm._core.runner.run, 0
+        run, num_calls = llm.core.runner.run, 0
 
         def failing(*arguments):
             nonlocal num_calls
@@ -296,7 +298,7 @@ class TestInterruption:
                 raise interruption("in the middle")
             return run(*arguments)
 
-        monkeypatch.setattr(llm._core.runner, "run", failing)
+        monkeypatch.setattr(llm.core.runner, "run", failing)
         with pytest.raises(interruption, match="in the middle"):
             llm.generate(PROMPTS, PARAMS)
         assert_idle(llm)
@@ -324,16 +326,16 @@ class TestInterruption:
     def test_a_refused_batch_ends_only_its_own_requests(self):
         """`generate` queues a batch one by one; if the last is refused, the first ones go, and those of others stay."""
         llm = make_llm("llama", 4, num_tokens=72)
-        other = llm._request(PROMPTS[4], PARAMS)
-        llm._core.add_request(other)
-        llm._core.step()
-        with pytest.raises(ValueError, match=r"may need 22 blocks of 4 tokens .* the pool has 18"):
+        other = llm.make_request(PROMPTS[4], PARAMS)
+        llm.core.add_request(other)
+        llm.core.step()
+        with pytest.raises(ValueError, match=r"needs 20 blocks of 4 tokens for its 77 .* the pool has 18"):
             llm.generate([PROMPTS[0], prompt(77, 1)], PARAMS)
         llm.cache.check()
         assert llm.cache.request_ids == (other.request_id,)
-        assert list(llm._core.scheduler.requests()) == [other]
-        while llm._core.has_requests:
-            llm._core.step()
+        assert list(llm.core.scheduler.requests()) == [other]
+        while llm.core.has_requests:
+            llm.core.step()
         assert other.output_token_ids == own_tokens("llama", tuple(PROMPTS[4]))
         assert_idle(llm)
 
@@ -354,6 +356,12 @@ class TestLimits:
             ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0"),
             ({"max_num_batched_tokens": -1}, ValueError, "max_num_batched_tokens is -1"),
             ({"policy": "best"}, ValueError, "best"),
+            ({"order": "random"}, ValueError, "order is 'random'; allowed: fcfs, longest-prefix"),
+            ({"max_overtakes": 0}, ValueError, "max_overtakes is 0"),
+            ({"victim": "me"}, ValueError, "victim is 'me'; allowed: lifo, largest, least-progress"),
+            ({"preemption": "drop"}, ValueError, "preemption is 'drop'; allowed: recompute, swap"),
+            ({"swap_memory": "none"}, ValueError, "size 'none' is not understood"),
+            ({"log_interval_s": -1.0, "num_blocks": 4}, ValueError, "log_interval_s is -1.0; allowed: 0"),
         ],
     )
     def test_limits_that_cannot_be_kept_are_refused(self, arguments, error, match):
@@ -368,3 +376,79 @@ class TestLimits:
         llm = LLM(decoder, block_size=4, kv_cache_memory=10 * bytes_per_block + 5)
         assert llm.cache.num_blocks == 10
         assert LLM(decoder, block_size=4, kv_cache_memory="1 MiB").cache.num_blocks == 2**20 // bytes_per_block
+
+
+class TestMetrics:
+    def test_a_fresh_engine_has_done_nothing(self):
+        """There is no hit rate before the first prompt: 0 would say that something was looked for and not found."""
+        metrics = make_llm().metrics()
+        assert (metrics.num_running, metrics.num_waiting, metrics.block_use, metrics.cached) == (0, 0, 0.0, 0.0)
+        assert metrics.token_hit_rate is None
+        assert metrics.counters == EngineCounters()
+
+    def test_they_follow_the_engine_step_by_step(self):
+        """What a dashboard shows: who runs, who waits, what they hold, and what stays behind for others."""
+        llm = make_llm("llama", 4, num_tokens=64, max_num_seqs=1)
+        for seed in (1, 2):
+            llm.core.add_request(llm.make_request(prompt(10, seed), SamplingParams(max_tokens=3, ignore_eos=True)))
+        seen = [self.standing(llm.metrics())]
+        while llm.core.has_requests:
+            llm.core.step()
+            seen.append(self.standing(llm.metrics()))
+        # running, waiting, blocks in use, blocks cached and idle: 10 prompt tokens and 2 outputs with KV fill 3 of 16
+        once = [(1, 1, 3, 0), (1, 1, 3, 0), (0, 1, 0, 3)]
+        twice = [(1, 0, 3, 3), (1, 0, 3, 3), (0, 0, 0, 6)]
+        assert seen == [(0, 2, 0, 0), *once, *twice]
+
+    @staticmethod
+    def standing(metrics):
+        return metrics.num_running, metrics.num_waiting, metrics.block_use * 16, metrics.cached * 16
+
+    def test_totals_count_each_token_once(self):
+        """Hits are not computed, the last token sampled has no KV, and what was shown before does not change."""
+        llm = make_llm("llama", 4)
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        llm.generate([prompt(13, 1), prompt(21, 2)], params)
+        first = llm.metrics()
+        assert first.counters == EngineCounters(
+            steps=5, prefill_tokens=34, decode_tokens=8, output_tokens=10, finished=Counter(length=2)
+        )
+        assert first.token_hit_rate == 0
+        (warm,) = llm.generate(prompt(13, 1), params)
+        assert warm.num_cached_tokens == 12
+        assert llm.metrics().counters == EngineCounters(
+            steps=10, prefill_tokens=35, decode_tokens=12, output_tokens=15, finished=Counter(length=3)
+        )
+        assert llm.metrics().token_hit_rate == 12 / 47
+        assert first.counters.finished == {"length": 2}, "a picture of one moment stays as it was"
+
+    def test_ends_are_counted_by_their_reason(self):
+        """Aborts and stops are what an operator looks for."""
+        llm = make_llm("llama", 4)
+        (free,) = llm.generate(PROMPTS[2], PARAMS)
+        stop = free.outputs[0].token_ids[3]
+        llm.generate(PROMPTS[2], SamplingParams(max_tokens=NUM_NEW, stop_token_ids=[stop], ignore_eos=True))
+        request = llm.make_request(PROMPTS[3], PARAMS)
+        llm.core.add_request(request)
+        llm.core.abort(request.request_id)
+        assert llm.metrics().counters.finished == {"length": 1, "stop": 1, "abort": 1}
+
+    @pytest.mark.parametrize("preemption", ["recompute", "swap"])
+    def test_what_preemptions_cost_is_counted(self, preemption):
+        """Without a cache, a preempted request's tokens are all computed again, or all copied out and back."""
+        llm = make_llm("llama", 4, num_tokens=48, preemption=preemption, enable_prefix_caching=False)
+        outputs = llm.generate([prompt(20, 1), prompt(20, 2)], SamplingParams(max_tokens=24, ignore_eos=True))
+        metrics = llm.metrics()
+        counters = metrics.counters
+        num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
+        assert counters.preemptions == {preemption: num_preemptions}
+        assert num_preemptions > 0
+        recomputed = sum(output.metrics.num_recomputed_tokens for output in outputs)
+        assert counters.recomputed_tokens == recomputed
+        # A token that was sampled while its request was preempted is computed with those that were lost.
+        assert counters.prefill_tokens + counters.decode_tokens == 2 * (20 + 24 - 1) + recomputed
+        assert counters.swapped_out_blocks == counters.swapped_in_blocks
+        bytes_per_block = llm.core.runner.bytes_per_block
+        assert metrics.swapped_out_bytes == metrics.swapped_in_bytes == counters.swapped_in_blocks * bytes_per_block
+        assert (recomputed == 0, counters.swapped_out_blocks > 0) == (preemption == "swap", preemption == "swap")
+        assert_idle(llm)

@@ -1,0 +1,72 @@
+"""Text as it comes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .request import FinishReason, Request, RequestOutput
+
+
+class TextDelta(str):
+    """Some more text of a continuation: a string, which also says what it belongs to.
+
+    continuation   which one, where n > 1; `CompletionOutput.index`
+    token_ids      the tokens that came since the last delta; some of their text may still be held back
+    finish_reason  of the last delta of its continuation, else None
+    output         the whole output, with the last delta of all
+    """
+
+    continuation: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    output: RequestOutput | None
+
+    def __new__(
+        cls,
+        text: str,
+        continuation: int = 0,
+        token_ids: list[int] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> TextDelta:
+        """The text with its attributes; `output` is set by whoever has it."""
+        delta = super().__new__(cls, text)
+        delta.continuation = continuation
+        delta.token_ids = token_ids or []
+        delta.finish_reason = finish_reason
+        delta.output = None
+        return delta
+
+
+class SettledText(Protocol):
+    """What a stream asks of the owner of the text (`engine.detokenizer.Detokenizer`)."""
+
+    def take(self) -> str:
+        """What has become settled since the last call."""
+
+
+class DeltaReader:
+    """Reads one continuation while it grows; `has_ended` once its last delta was given.
+
+    text: None for a model without a tokenizer, whose deltas are empty
+    """
+
+    def __init__(self, sequence: Request, index: int, text: SettledText | None) -> None:
+        self.sequence = sequence
+        self.index = index
+        self._text = text
+        self._num_read = 0
+        self.has_ended = False
+
+    def read(self) -> TextDelta | None:
+        """What came since the last delta; None if there is nothing new to show."""
+        if self.has_ended:
+            return None
+        sequence = self.sequence
+        self.has_ended = sequence.finish_reason is not None
+        text = self._text.take() if self._text is not None else ""
+        has_tokens = len(sequence.output_token_ids) > self._num_read
+        if not (text or self.has_ended or (has_tokens and self._text is None)):
+            return None
+        token_ids = sequence.output_token_ids[self._num_read :]
+        self._num_read += len(token_ids)
+        return TextDelta(text, self.index, token_ids, sequence.finish_reason)
