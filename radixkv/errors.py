@@ -3,7 +3,8 @@
     RadixKVError
     ├── OutOfBlocks        no room; carries needed, free, evictable
     ├── UnknownRequest     (also a KeyError)    no request of that id is running
-    └── DuplicateRequest   (also a ValueError)  a request of that id is running already
+    ├── DuplicateRequest   (also a ValueError)  a request of that id is running already
+    └── TraceError         (also a ValueError)  a trace that cannot be read, with file and line; in `traces.errors`
 
 A bad argument is a ValueError or TypeError; a broken invariant is an AssertionError and is never caught.
 """
