@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engine import simulate
 from engine.bench import BENCHMARKS
 from engine.chats import FORMATS, builtin_chats, read_chats
 from engine.errors import EngineError
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if not package or package in _PACKAGES_OF_THIS_PROJECT:
             raise
-        print(f'{prog}: error: {package} is not installed: pip install "radixkv[engine]"', file=sys.stderr)
+        extra = "plots" if package == "matplotlib" else "engine"
+        print(f'{prog}: error: {package} is not installed: pip install "radixkv[{extra}]"', file=sys.stderr)
         return 2
     except _INPUT_ERRORS as error:
         print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
@@ -314,6 +316,12 @@ COMMANDS = {
   radixkv replay --chats my_chats.jsonl --turns 3      your own conversations, three turns of each
   radixkv replay --chats oasst.jsonl.gz --conversations 20 --history recorded --json
   radixkv replay --model path/to/model --dtype bfloat16 --block-size 32 --concurrency 4""",
+    ),
+    "simulate": Command(
+        help="play a trace of requests against the cache: hit rates, capacities, policies, memory, costs",
+        add_arguments=simulate.add_arguments,
+        run=simulate.run_from_arguments,
+        examples=simulate.EXAMPLES,
     ),
     "bench": Command(
         help="measure this project beside its peers, where those are installed",

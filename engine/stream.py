@@ -45,27 +45,24 @@ class SettledText(Protocol):
 
 
 class DeltaReader:
-    """Reads one continuation while it grows; `has_ended` once its last delta was given.
-
-    text: None for a model without a tokenizer, whose deltas are empty
-    """
+    """Reads one continuation while it grows. text: None for a model without a tokenizer, whose deltas are empty."""
 
     def __init__(self, sequence: Request, index: int, text: SettledText | None) -> None:
         self.sequence = sequence
         self.index = index
         self._text = text
         self._num_read = 0
-        self.has_ended = False
+        self._has_ended = False
 
     def read(self) -> TextDelta | None:
         """What came since the last delta; None if there is nothing new to show."""
-        if self.has_ended:
+        if self._has_ended:
             return None
         sequence = self.sequence
-        self.has_ended = sequence.finish_reason is not None
+        self._has_ended = sequence.finish_reason is not None
         text = self._text.take() if self._text is not None else ""
         has_tokens = len(sequence.output_token_ids) > self._num_read
-        if not (text or self.has_ended or (has_tokens and self._text is None)):
+        if not (text or self._has_ended or (has_tokens and self._text is None)):
             return None
         token_ids = sequence.output_token_ids[self._num_read :]
         self._num_read += len(token_ids)

@@ -40,10 +40,12 @@ ROWS = {
         ["runner"],
         ["core"],
         ["beams", "timed"],
+        ["pressure", "plots"],
         ["llm"],
         ["async_llm"],
         ["chats"],
         ["replay", "bench", "server"],
+        ["simulate"],
         ["cli"],
     ],
 }

@@ -108,13 +108,13 @@ def print_report(
         load = "/".join(str(value) for value in where["load_average"] or ["?"])
         print(f"{where['cpu']}, {where['cores']} cores, Python {where['python']}, load {load}", file=out)
         for table in tables:
-            _print_table(table, out)
+            print_table(table, out)
         print(file=out)
     document = {"benchmark": benchmark, "machine": where, "results": [result.to_json() for result in results]}
     print(json.dumps(document, ensure_ascii=False), file=out)
 
 
-def _print_table(table: Table, out: TextIO) -> None:
+def print_table(table: Table, out: TextIO) -> None:
     """With rich on a terminal; as aligned text anywhere else."""
     if out.isatty():
         try:
@@ -130,6 +130,9 @@ def _print_table(table: Table, out: TextIO) -> None:
                 rich.add_row(*row)
             Console(file=out).print(rich)
             return
+    if not table.columns:
+        print(f"\n{table.title}", file=out)
+        return
     rows = [table.columns, *table.rows]
     widths = [max(len(row[index]) for row in rows) for index in range(len(table.columns))]
     print(f"\n{table.title}", file=out)

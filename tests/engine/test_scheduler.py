@@ -228,16 +228,20 @@ class TestAdmission:
         assert_idle(core)
 
     @pytest.mark.parametrize(
-        ("num_preemptions", "max_tokens", "needed"),
-        # The other one holds 2 blocks and may grow by 14 more; the prompt takes 2, and its request may grow by 25.
-        [(0, 1, 4 + 1), (0, 100, 4 + 2), (1, 100, 4 + 4), (2, 5, 4 + 4 + 1), (2, 100, 4 + 8), (3, 100, 4 + 16),
-         (4, 100, 4 + 14 + 16), (9, 100, 4 + 14 + 25)],
+        ("num_preemptions", "max_tokens", "n", "needed"),
+        # The other one holds 2 blocks and may grow by 14 more; the prompt takes 2, and a continuation may grow by 25.
+        # Of 3 continuations 2 need a copy of the last block too.
+        [(0, 1, 1, 4 + 1), (0, 100, 1, 4 + 2), (1, 100, 1, 4 + 4), (2, 5, 1, 4 + 4 + 1), (2, 100, 1, 4 + 8),
+         (3, 100, 1, 4 + 16), (4, 100, 1, 4 + 14 + 16), (9, 100, 1, 4 + 14 + 25), (0, 1, 3, 4 + 1 + 2),
+         (0, 100, 3, 4 + 1 + 3), (1, 100, 3, 4 + 2 + 6), (9, 2, 3, 4 + 14 + 3 + 2)],
     )  # fmt: skip
-    def test_room_is_left_for_all_to_grow_and_doubles_with_each_preemption(self, num_preemptions, max_tokens, needed):
+    def test_room_is_left_for_all_to_grow_and_doubles_with_each_preemption(
+        self, num_preemptions, max_tokens, n, needed
+    ):
         """Or to their ends, if these are nearer. Without it the next decode would throw out who just came in."""
         for num_blocks, is_admitted in ((needed, True), (needed - 1, False)):
             core = make_core(num_blocks, block_size=4)
-            other, request = make_request("other", [0] * 4, 61), make_request("new", [1] * 8, max_tokens)
+            other, request = make_request("other", [0] * 4, 61), make_request("new", [1] * 8, max_tokens, n=n)
             add(core, other)
             step(core)
             add(core, request)
@@ -1111,6 +1115,24 @@ class TestPreemption:
         assert (counters.swapped_out_blocks, counters.swapped_in_blocks) == (0, 0)
         assert (counters.preemptions, counters.recomputed_tokens) == ({"recompute": 1}, 8)
         assert core.runner.rows_of("b")[-4:] == [(0, 9), (9, 10), (10, 11), (11, 12)]
+
+    def test_only_what_is_computed_is_copied_out(self):
+        """A request has blocks for its whole prompt from the start; what is in the others is nobody's KV."""
+        core = make_core(16, 4, max_num_batched_tokens=6, preemption="swap", num_swap_blocks=5)
+        request = add(core, make_request("x", [0, 1, 1] * 6, 3))
+        core.runner.is_failing = True
+        with pytest.raises(RuntimeError, match="half of the step"):
+            core.step()
+        core.runner.is_failing = False
+        preempt(core, request)
+        assert (core.scheduler.swap.saved, core.scheduler.counters.preemptions) == ({}, {"recompute": 1})
+        step(core)
+        preempt(core, request)
+        assert core.scheduler.swap.num_blocks == core.scheduler.counters.swapped_out_blocks == 2
+        assert core.scheduler.counters.preemptions == {"recompute": 1, "swap": 1}
+        run_to_end(core)
+        assert_solo(request)
+        assert_idle(core)
 
     def test_room_to_swap_comes_back_with_its_owner(self):
         """Returned, aborted: either way the next victim finds it."""
