@@ -257,7 +257,7 @@ class Scheduler:
         for request in self._candidates() if budget > 0 and free_seqs > 0 else ():
             if budget < 1 or request.num_seqs > free_seqs:
                 break
-            if self._aged and request not in self._aged:
+            if any(aged.number < request.number for aged in self._aged):  # it may have aged in this very loop
                 break
             if self._waits_for_prefill(request):
                 if request in self._aged:
@@ -278,7 +278,9 @@ class Scheduler:
             hits = {request: self.cache.lookup_prefix(request.key).num_tokens for request in window}
             window.sort(key=lambda r: (r.scheduled_s is None, -r.priority, -hits[r], r.number))
         if self._aged:
-            window = self._aged + [request for request in window if request not in self._aged]
+            # The eldest first, or one that may not be passed would be passed by another.
+            aged = sorted(self._aged, key=lambda r: r.number)
+            window = aged + [request for request in window if request not in self._aged]
         return window
 
     def _waits_for_prefill(self, request: Request) -> bool:

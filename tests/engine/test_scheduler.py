@@ -917,10 +917,10 @@ class TestSharing:
         assert_idle(core)
 
 
-def running(request_id, *, priority=0, num_prompt=4, num_output=1, is_paused=False):
+def running(request_id, *, priority=0, num_prompt=4, num_output=1, num_pending=1):
     """A request as it stands between two steps."""
     request = make_request(request_id, [0] * num_prompt, 100, priority=priority)
-    request.start(num_prompt + num_output - (not is_paused), 0.0)
+    request.start(num_prompt + num_output - num_pending, 0.0)
     request.output_token_ids = [0] * num_output
     return request
 
@@ -937,12 +937,13 @@ VICTIM_TABLE = [
         "a",
         "a",
     ),
+    ([running("a", num_output=0, num_prompt=9, num_pending=7), running("b", num_output=2)], "b", "a", "a"),
     ([running("a"), running("b", priority=1)], "a", "a", "a"),
     ([running("a", num_output=9), running("b"), running("c", priority=1, num_prompt=30)], "b", "a", "b"),
     ([running("a", priority=2), running("b", priority=1), running("c", priority=3)], "b", "b", "b"),
-    ([running("a", is_paused=True, priority=5), running("b"), running("c")], "a", "a", "a"),
-    ([running("a", is_paused=True), running("b", is_paused=True, priority=1), running("c")], "a", "a", "a"),
-    ([running("a", is_paused=True), running("b", is_paused=True), running("c")], "b", "b", "b"),
+    ([running("a", num_pending=0, priority=5), running("b"), running("c")], "a", "a", "a"),
+    ([running("a", num_pending=0), running("b", num_pending=0, priority=1), running("c")], "a", "a", "a"),
+    ([running("a", num_pending=0), running("b", num_pending=0), running("c")], "b", "b", "b"),
 ]
 
 
@@ -1106,6 +1107,8 @@ class TestPreemption:
         assert (counters.swapped_out_blocks, counters.swapped_in_blocks) == (2, sum(row[2] for row in restored))
         assert (counters.preemptions, counters.recomputed_tokens) == ({"swap": 1}, 0)
         assert core.runner.rows_of("b")[-4:] == [(8, 9), (9, 10), (10, 11), (11, 12)]
+        is_kept = is_stored and core.scheduler.config.enable_prefix_caching
+        assert core.cache.lookup_prefix([1] * 4).num_tokens == (4 if is_kept else 0)
 
     @pytest.mark.parametrize("num_swap_blocks", [0, 1])
     def test_without_room_to_swap_a_request_is_recomputed(self, num_swap_blocks):
@@ -1151,6 +1154,20 @@ class TestPreemption:
         run_to_end(core)
         assert_idle(core)
 
+    def test_if_others_have_computed_more_of_it_meanwhile_nothing_is_copied_back(self):
+        """A hit costs nothing, and may be longer than what was saved."""
+        core = make_core(16, 4, max_num_batched_tokens=8, preemption="swap", num_swap_blocks=8)
+        request = add(core, make_request("a", [0, 1, 1] * 6, 3))
+        step(core)
+        preempt(core, request)
+        add(core, make_request("b", [0, 1, 1] * 6, 1, priority=1))
+        assert step(core) == [("b", 8, 16)]
+        assert step(core) == [("b", 16, 18), ("a", 16, 18)]
+        assert core.scheduler.swap.restored == []
+        run_to_end(core)
+        assert_solo(request)
+        assert_idle(core)
+
     def test_what_is_copied_back_can_be_hit_like_what_is_computed(self):
         """It is the same KV."""
         core = make_core(16, 4, preemption="swap", num_swap_blocks=8)
@@ -1158,9 +1175,8 @@ class TestPreemption:
         step(core)
         preempt(core, request)
         core.cache.evict(16)
-        step(core)
         add(core, make_request("b", [0, 1, 1, 0] * 3, 1))
-        assert step(core) == [("a", 13, 14), ("b", 11, 12)]
+        assert step(core) == [("a", 12, 13), ("b", 11, 12)]
         run_to_end(core)
         assert_solo(request)
 
@@ -1184,6 +1200,18 @@ class TestPreemption:
         assert core.abort("beam") is beam
         assert_solo(other)
         assert_idle(core)
+
+    def test_no_more_of_the_paused_make_room_than_needed(self):
+        """The policy chooses among them too."""
+        core = make_core(num_blocks=4, block_size=4)
+        beams = [make_request(name, [token] * 4, 5) for name, token in (("a", 0), ("b", 1))]
+        for beam in beams:
+            beam.num_candidates = 2
+        add(core, *beams)
+        step(core)
+        add(core, make_request("other", [0, 1] * 4, 1, "tenant"))
+        assert step(core) == [("other", 0, 8)]
+        assert [beam.state for beam in beams] == [RequestState.RUNNING, RequestState.PREEMPTED]
 
 
 class Clock:

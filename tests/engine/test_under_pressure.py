@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="the engine needs transformers")
 
 from engine import LLM, SamplingParams  # noqa: E402
 from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.request import RequestState  # noqa: E402
 from tiny_models import VOCAB_SIZE, tiny_model  # noqa: E402
 
 MODELS = ["llama", "mistral-sliding"]
@@ -108,6 +109,8 @@ class Engine:
         assert self.num_tokens <= self.config.max_num_batched_tokens
         assert len(self.core.scheduler.running) <= self.config.max_running
         assert self.num_tokens or not self.core.has_requests, "requests wait, and a step did nothing"
+        if all(request.state is not RequestState.PREEMPTED for request in self.core.scheduler.requests()):
+            self.assert_host_memory_is_empty()
         assert self.num_steps < 5000, "the engine moves, but gets nowhere"
 
     def finish(self):
@@ -118,10 +121,14 @@ class Engine:
         assert self.cache.num_private_blocks == self.cache.num_protected_blocks == 0
         assert self.cache.num_free_blocks + self.cache.num_cached_blocks == self.cache.num_blocks
         assert self.core.num_requests == 0
-        if self.core.scheduler.swap is not None:
-            assert self.core.scheduler.swap.size_bytes == 0
+        self.assert_host_memory_is_empty()
         if not self.config.enable_prefix_caching:
             assert self.cache.num_cached_blocks == 0
+
+    def assert_host_memory_is_empty(self):
+        """Nothing is kept there for a request that runs or has ended."""
+        if self.core.scheduler.swap is not None:
+            assert self.core.scheduler.swap.size_bytes == 0
 
     def assert_says_what_it_says_alone(self, request, index):
         """Tokens and end are those of the solo run."""
