@@ -77,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allocator",
         nargs="+",
         choices=ALLOCATORS,
-        default=["radix"],
-        help="radix, hash, paged, slot (default: radix)",
+        help="radix, hash, paged, slot (default: radix; with --memory all)",
     )
     cache.add_argument(
         "--policy",
@@ -197,11 +196,10 @@ def _cell(name: str, value: Any) -> str:
 def answer(trace: Trace, arguments: argparse.Namespace, progress: Progress) -> Answers:
     """All that was asked about a trace."""
     answers = Answers()
-    wants_replay = not any(
-        (arguments.sources, arguments.sweep, arguments.curve, arguments.sample, arguments.block_sizes, arguments.memory,
-         arguments.preemption, arguments.costs)
-    ) or arguments.by_turn or arguments.by_tenant or arguments.per_request  # fmt: skip
-    if wants_replay:
+    others = ("sources", "sweep", "curve", "block_sizes", "preemption", "costs")
+    wants_others = arguments.sample is not None or any(getattr(arguments, name) for name in others)
+    about_requests = ("by_turn", "by_tenant", "per_request", "memory")
+    if not wants_others or any(getattr(arguments, name) for name in about_requests):
         _replays(trace, arguments, progress, answers)
     if arguments.sources:
         with progress("hits by source"):
@@ -214,13 +212,20 @@ def answer(trace: Trace, arguments: argparse.Namespace, progress: Progress) -> A
         _curve(trace, arguments, progress, answers)
     if arguments.block_sizes:
         _block_sizes(trace, arguments, progress, answers)
-    if arguments.memory:
-        _memory(trace, arguments, progress, answers)
+    if answers.findings.memory:
+        _memory(answers)
     if arguments.preemption:
         _preemption(trace, arguments, progress, answers)
     if arguments.costs:
         _costs(trace, arguments, progress, answers)
     return answers
+
+
+def _allocators(arguments: argparse.Namespace) -> list[str]:
+    """Those that were named; for a comparison of memory all, unless some were."""
+    if arguments.allocator is None:
+        return list(ALLOCATORS) if arguments.memory else ["radix"]
+    return list(dict.fromkeys(arguments.allocator))
 
 
 def _policies(arguments: argparse.Namespace) -> list[str]:
@@ -258,15 +263,21 @@ def _one_replay(
 
 
 def _replays(trace: Trace, arguments: argparse.Namespace, progress: Progress, answers: Answers) -> None:
-    for allocator in dict.fromkeys(arguments.allocator):
+    for allocator in _allocators(arguments):
         for policy in _policies(arguments) if allocator == "radix" else ["lru"] if allocator == "hash" else [None]:
             for num_blocks in arguments.num_blocks or [None]:
                 if policy is None:
-                    answers.results.append(_without_cache(trace, allocator, num_blocks, arguments, progress))
+                    use = _memory_use(trace, allocator, num_blocks, arguments, progress)
+                    answers.findings.memory.append(use)
+                    answers.results.append(_without_cache(trace, allocator, num_blocks, use))
                     continue
                 with progress(f"{allocator}, {policy}, {_cell('num_blocks', num_blocks)} blocks") as report:
                     result = _one_replay(trace, arguments, allocator, policy, num_blocks, report)
                 record = result.as_dict(per_request=arguments.per_request)
+                if arguments.memory:
+                    use = _memory_use(trace, allocator, num_blocks, arguments, progress)
+                    answers.findings.memory.append(use)
+                    record["memory"] = use.as_dict()
                 answers.findings.replays.append(result)
                 if arguments.by_turn:
                     turns = hits_by_turn(trace.requests, result)
@@ -305,11 +316,8 @@ def _replays(trace: Trace, arguments: argparse.Namespace, progress: Progress, an
             answers.tables.append(Table(f"{title}: {NOT_AVAILABLE}, the trace does not tell", (), []))
 
 
-def _without_cache(
-    trace: Trace, allocator: str, num_blocks: int | None, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+def _without_cache(trace: Trace, allocator: str, num_blocks: int | None, use: MemoryUse) -> dict[str, Any]:
     """A slot or paged allocator finds nothing again; what it is asked for is memory."""
-    use = _memory_use(trace, allocator, num_blocks, arguments, progress)
     total = sum(request.num_prompt_tokens for request in trace.requests)
     return {
         "allocator": allocator,
@@ -419,10 +427,7 @@ def _block_sizes(trace: Trace, arguments: argparse.Namespace, progress: Progress
     answers.add("block_sizes", "Block sizes", columns, [point.as_dict() for point in answers.findings.block_sizes])
 
 
-def _memory(trace: Trace, arguments: argparse.Namespace, progress: Progress, answers: Answers) -> None:
-    allocators = ["slot", "paged", "hash", "radix"] if arguments.allocator == ["radix"] else arguments.allocator
-    for num_blocks in arguments.num_blocks or [None]:
-        answers.findings.memory += [_memory_use(trace, name, num_blocks, arguments, progress) for name in allocators]
+def _memory(answers: Answers) -> None:
     columns = {
         "allocator": "allocator",
         "num_blocks": "pool",

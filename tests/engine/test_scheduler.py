@@ -917,11 +917,12 @@ class TestSharing:
         assert_idle(core)
 
 
-def running(request_id, *, priority=0, num_prompt=4, num_output=1, num_pending=1):
+def running(request_id, *, priority=0, num_prompt=4, num_output=1, num_pending=1, num_preemptions=0):
     """A request as it stands between two steps."""
     request = make_request(request_id, [0] * num_prompt, 100, priority=priority)
     request.start(num_prompt + num_output - num_pending, 0.0)
     request.output_token_ids = [0] * num_output
+    request.num_preemptions = num_preemptions
     return request
 
 
@@ -938,6 +939,10 @@ VICTIM_TABLE = [
         "a",
     ),
     ([running("a", num_output=0, num_prompt=9, num_pending=7), running("b", num_output=2)], "b", "a", "a"),
+    ([running("a"), running("b", num_prompt=9, num_preemptions=2)], "b", "b", "b"),
+    ([running("a"), running("b", num_prompt=9, num_preemptions=3)], "a", "a", "a"),
+    ([running("a", num_preemptions=3), running("b", num_preemptions=9)], "b", "b", "b"),
+    ([running("a", priority=1), running("b", num_preemptions=3)], "b", "b", "b"),
     ([running("a"), running("b", priority=1)], "a", "a", "a"),
     ([running("a", num_output=9), running("b"), running("c", priority=1, num_prompt=30)], "b", "a", "b"),
     ([running("a", priority=2), running("b", priority=1), running("c", priority=3)], "b", "b", "b"),
@@ -951,7 +956,7 @@ class TestPreemption:
     @pytest.mark.parametrize("policy", VICTIMS)
     @pytest.mark.parametrize(("requests", "lifo", "largest", "least_progress"), VICTIM_TABLE)
     def test_whom_each_policy_picks(self, requests, lifo, largest, least_progress, policy):
-        """Paused ones first, then the lowest priority, then the policy's choice, then who came last."""
+        """Paused ones, the lowest priority, those stopped seldom; then the policy's choice, then who came last."""
         chosen = {"lifo": lifo, "largest": largest, "least-progress": least_progress}[policy]
         assert choose_victim(policy, requests).request_id == chosen
 
@@ -1059,7 +1064,7 @@ class TestPreemption:
     @pytest.mark.parametrize("victim", VICTIMS)
     @pytest.mark.parametrize(("num_blocks", "per_step", "max_tokens"), [(64, 1, 8), (128, 2, 32), (256, 1, 32)])
     def test_a_request_is_preempted_a_few_times_only_however_many_come(self, victim, num_blocks, per_step, max_tokens):
-        """The room that it waits for doubles, and newcomers may not take it: O(log length) times, not once a block."""
+        """Room for it doubles, and whoever was stopped a few times is spared: O(log length) times, not once a block."""
         core = make_core(num_blocks, 2, victim=victim, max_num_batched_tokens=256)
         long = add(core, make_request("long", [0, 1, 1, 0], 3 * num_blocks // 2, store=False))
         requests = [long]

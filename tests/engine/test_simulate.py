@@ -100,7 +100,8 @@ def test_every_question_at_once_in_json_csv_and_a_plot(capsys, trace, tmp_path):
     )  # fmt: skip
     assert {"sweep", "curve", "sampled_curve", "block_sizes", "memory", "costs", "preemption"} <= document.keys()
     assert all(point["regret"] >= 0 for point in document["sweep"])
-    assert [use["allocator"] for use in document["memory"]] == ["slot", "paged", "hash", "radix"]
+    assert [use["allocator"] for use in document["memory"]] == ["radix", "hash", "paged", "slot"]
+    assert [r["memory"]["allocator"] for r in document["results"]] == ["radix", "hash", "paged", "slot"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8")))
     assert [row["place"] for row in rows] == ["nowhere", "device", "host", "disk"]
