@@ -77,7 +77,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
 def processed_logits(logits: Tensor, draw: Draw) -> Tensor:
     """The draw's logits after steps 1 to 3, a copy. logits: (vocab,); result: (vocab,) float64.
 
-    Where no other token is left in step 3, those that end the request stay: it then ends early. O(vocab + tokens).
+    Where no other token is left in step 3, those that end the request stay, and do not end it yet. O(vocab + tokens).
     """
     params = draw.params
     scores = logits.to(torch.float64, copy=True)  # (vocab,)

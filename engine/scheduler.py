@@ -14,9 +14,9 @@ each running request can grow by 2**k blocks (or to its end), and who has been p
 Alone, a request always has room: its length is limited to the pool's when it is added.
 
 Order. "fcfs": by priority, then by arrival; whoever is first is not passed for want of room. "longest-prefix": who hits
-most is admitted first, among the first `ADMISSION_WINDOW` waiting. Either way those who were preempted come before the
-new ones, and nobody starves: a request that `max_overtakes` later ones have passed goes first from then on, and nobody
-passes it.
+most is admitted first, among the first `ADMISSION_WINDOW` waiting. Either way those who were preempted come before new
+ones of their priority, and nobody starves: a request that `max_overtakes` later ones have passed goes first from then
+on, and nobody passes it.
 
 Sharing in flight. A request whose prompt shares at least a block more with a prefill under way than is cached yet lets
 that finish first, and then hits it: identical prompts that arrive together are computed once.
@@ -44,8 +44,8 @@ from .request import Request, RequestState
 # beside a forward pass.
 ADMISSION_WINDOW = 128
 
-# Prompt tokens a step for which log-probabilities are wanted. Their logits exist at once: 512 rows of 150,000 float32
-# are 300 MB.
+# Tokens a step of a request that wants log-probabilities of its prompt. Their logits exist at once: 512 rows of 150,000
+# float32 are 300 MB.
 PROMPT_LOGPROBS_CHUNK = 512
 
 
