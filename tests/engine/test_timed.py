@@ -96,6 +96,25 @@ def test_it_runs_without_torch():
     assert done.stdout.strip() == ""
 
 
+def test_a_long_shared_start_is_computed_once_and_unique_prompts_cost_nothing_more():
+    """B099: 20 questions behind 2,000 tokens, on a clock of its own: about the work, not about the machine."""
+
+    def played(prompts, is_caching):
+        requests = [request(str(n), ids, 4, n / 1000) for n, ids in enumerate(prompts)]
+        limits = config(20_000, enable_prefix_caching=is_caching, max_num_batched_tokens=512)
+        core = run_timed(requests, limits, PrefixCache(20_000, 4), TimeModel())
+        first_s = sum(r.first_token_s - r.arrival_s for r in requests) / len(requests)
+        return core.scheduler.counters.prefill_tokens, first_s
+
+    start = list(range(2_000))
+    shared = [[*start, *range(10_000 + 30 * n, 10_030 + 30 * n)] for n in range(20)]
+    (warm_tokens, warm_s), (cold_tokens, cold_s) = (played(shared, is_caching) for is_caching in (True, False))
+    assert (warm_tokens, cold_tokens) == (2_000 + 20 * 30, 20 * 2_030)
+    assert warm_s < cold_s / 4
+    unique = [range(10_000 * n, 10_000 * n + 500) for n in range(20)]
+    assert played(unique, True) == played(unique, False)
+
+
 class TestBenchmark:
     def test_its_loads_are_pure_functions_of_their_seeds(self):
         """All policies meet the same requests."""
