@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from radixkv.sim import BlockSizePoint, CostPoint, GroupHits, MemoryUse, MissRatioCurve, PolicyPoint, Replay
+from radixkv.sim import BlockSizePoint, CostPoint, GroupHits, HitSources, MemoryUse, MissRatioCurve, PolicyPoint, Replay
+
+from .pressure import Pressure
 
 FORMATS = (".png", ".svg", ".pdf")
 # Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
@@ -28,6 +30,8 @@ class Findings:
     block_sizes: list[BlockSizePoint] = field(default_factory=list)
     memory: list[MemoryUse] = field(default_factory=list)
     costs: list[CostPoint] = field(default_factory=list)
+    sources: list[HitSources] = field(default_factory=list)
+    preemption: list[Pressure] = field(default_factory=list)
 
 
 def draw(findings: Findings, title: str, path: Path) -> None:
@@ -68,6 +72,10 @@ def _panels(findings: Findings) -> list[Callable[[Any], None]]:
         panels.append(lambda axis: _memory(axis, findings.memory))
     if findings.costs:
         panels.append(lambda axis: _costs(axis, findings))
+    if any(record.within_tokens is not None for record in findings.sources):
+        panels.append(lambda axis: _sources(axis, findings))
+    if findings.preemption:
+        panels.append(lambda axis: _preemption(axis, findings))
     return panels
 
 
@@ -164,3 +172,34 @@ def _costs(axis: Any, findings: Findings) -> None:
     axis.bar_label(bars, [f"{point.mean_ttft_s:.3f} s" for point in findings.costs], padding=3)
     axis.invert_yaxis()
     axis.set(xlabel="mean time to first token (s), no queueing", ylabel="where hits lie")
+
+
+def _sources(axis: Any, findings: Findings) -> None:
+    for record in findings.sources:
+        within, across = record.within_tokens or 0, record.across_tokens or 0
+        parts = {
+            "from the same conversation": within,
+            "from other conversations": across,
+            "computed": record.total_tokens - within - across,
+        }
+        left = 0.0
+        for place, (name, num_tokens) in enumerate(parts.items()):
+            share = num_tokens / record.total_tokens if record.total_tokens else 0.0
+            axis.barh([""], [share], left=left, color=_COLOURS[place], label=f"{name}: {share:.1%}")
+            left += share
+    axis.set(xlabel="prompt tokens", xlim=(0, 1))
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3, frameon=False, fontsize=9)
+    _percent(axis, "xaxis")
+
+
+def _preemption(axis: Any, findings: Findings) -> None:
+    names = [f"{record.victim}, {record.preemption}" for record in findings.preemption]
+    bars = axis.barh(names, [record.finish_s for record in findings.preemption], color=_COLOURS[0])
+    labels = [
+        f"{record.recomputed_tokens:,} computed again, {record.swapped_tokens:,} swapped"
+        for record in findings.preemption
+    ]
+    axis.bar_label(bars, labels, padding=3, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.5)
+    axis.set(xlabel="time until all have ended (s); labels: tokens", ylabel="victim, way back")

@@ -18,6 +18,7 @@ from typing import Any
 
 from engine.bench.report import Table, print_table
 from engine.plots import Findings, draw
+from engine.pressure import preemption_pressure
 from radixkv import workloads
 from radixkv.baselines import ALLOCATORS
 from radixkv.eviction import POLICIES
@@ -203,9 +204,10 @@ def answer(trace: Trace, arguments: argparse.Namespace, progress: Progress) -> A
         _replays(trace, arguments, progress, answers)
     if arguments.sources:
         with progress("hits by source"):
-            record = hit_sources(trace, block_size=arguments.block_size, warmup=arguments.warmup).as_dict()
+            sources = hit_sources(trace, block_size=arguments.block_size, warmup=arguments.warmup)
+        answers.findings.sources.append(sources)
         columns = {"requests": "requests", "total_tokens": "tokens", "within_rate": "within", "across_rate": "across"}
-        answers.add("sources", "Hits within a conversation and across", columns, [record])
+        answers.add("sources", "Hits within a conversation and across", columns, [sources.as_dict()])
     if arguments.sweep:
         _sweep(trace, arguments, progress, answers)
     if arguments.curve or arguments.sample is not None:
@@ -440,17 +442,17 @@ def _memory(answers: Answers) -> None:
         "mean_wait_s": "mean wait s",
         "num_refused": "refused",
     }
-    records = [{**use.as_dict(), "num_blocks": use.num_blocks} for use in answers.findings.memory]
+    records = [use.as_dict(with_course=True) for use in answers.findings.memory]
     answers.add("memory", "Memory and concurrency", columns, records)
 
 
 def _preemption(trace: Trace, arguments: argparse.Namespace, progress: Progress, answers: Answers) -> None:
-    from engine.pressure import preemption_pressure
-
     if not arguments.num_blocks or arguments.num_blocks[0] is None:
         raise ValueError("--preemption needs --num-blocks: without a limit nobody is preempted")
     with progress("preemption") as report:
-        results = preemption_pressure(trace, arguments.num_blocks[0], block_size=arguments.block_size, progress=report)
+        answers.findings.preemption = preemption_pressure(
+            trace, arguments.num_blocks[0], block_size=arguments.block_size, progress=report
+        )
     columns = {
         "victim": "victim",
         "preemption": "way back",
@@ -462,7 +464,9 @@ def _preemption(trace: Trace, arguments: argparse.Namespace, progress: Progress,
         "mean_ttft_s": "mean TTFT s",
         "longest_wait_s": "longest wait s",
     }
-    answers.add("preemption", "Preemption under pressure", columns, [result.as_dict() for result in results])
+    answers.add(
+        "preemption", "Preemption under pressure", columns, [result.as_dict() for result in answers.findings.preemption]
+    )
 
 
 def _costs(trace: Trace, arguments: argparse.Namespace, progress: Progress, answers: Answers) -> None:
