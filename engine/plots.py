@@ -178,8 +178,8 @@ def _sources(axis: Any, findings: Findings) -> None:
     for record in findings.sources:
         within, across = record.within_tokens or 0, record.across_tokens or 0
         parts = {
-            "from the same conversation": within,
-            "from other conversations": across,
+            "same conversation": within,
+            "other conversations": across,
             "computed": record.total_tokens - within - across,
         }
         left = 0.0
