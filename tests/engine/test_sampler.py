@@ -431,7 +431,8 @@ class TestLogprobs:
         """A search that keeps the best few must keep the same ones everywhere."""
         row = random_logits(1, 30, seed=11, num_values=num_values)[0]
         wanted = exact_logprobs(row)
-        assert candidates(row, num) == [(i, pytest.approx(wanted[i], abs=1e-12)) for i in by_likelihood(row)[:num]]
+        # Rounded to float32, as the scores of beams are in transformers.
+        assert candidates(row, num) == [(i, pytest.approx(wanted[i], abs=1e-6)) for i in by_likelihood(row)[:num]]
 
 
 class TestThroughTheEngine:

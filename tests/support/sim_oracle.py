@@ -103,8 +103,8 @@ def replay_blocks(
     size: int = 1,
     limits: Sequence[int] | None = None,
     outputs: Sequence[tuple[int, Units]] | None = None,
-) -> tuple[list[int], int]:
-    """Hit blocks of each request, and how many blocks were evicted. Stops before a victim that is left open.
+) -> tuple[list[int], int | None]:
+    """Hit blocks of each request, and how many blocks were evicted. Stops before a victim that is left open: then None.
 
     limits    units of each prompt that a hit can have at most
     outputs   of each request: how many of its prompt's units are full, and the units of the output behind those
@@ -125,7 +125,7 @@ def replay_blocks(
         try:
             cache.fit(next_use)
         except AmbiguousVictim:
-            break
+            return hits, None
     return hits, cache.num_evicted
 
 
