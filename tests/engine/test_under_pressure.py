@@ -10,7 +10,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
@@ -183,6 +183,8 @@ def test_tokens_equal_the_solo_run_under_any_pressure(name, block_size, preempti
     assert preemptions[1.0] == 0
 
 
+# A quarter of the profile's examples: each runs a model for dozens of steps, 200 of them for minutes.
+@settings(max_examples=max(25, settings.default.max_examples // 4))
 @given(data=st.data())
 def test_arrivals_and_aborts_at_any_time_change_no_token(data):
     """Any pool that holds the largest request, any room for swapping, and requests that go at any moment.
