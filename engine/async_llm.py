@@ -195,13 +195,13 @@ class AsyncLLM:
         for client in clients:
             client.inbox.put_nowait(_Failure(error, error.__traceback__))
         for client in clients:
-            self._end(client)
+            self.llm.end(client.sequences)
 
     def _let_out(self) -> None:
         """Ends the requests whose coroutines have left, and forgets those that have ended."""
         for client in self._clients:
             if client.must_end and not client.is_finished:
-                self._end(client)
+                self.llm.end(client.sequences)
                 self._read(client)
         self._clients = [client for client in self._clients if not client.is_finished]
 
@@ -226,10 +226,5 @@ class AsyncLLM:
         return [client for client in [*self._clients, *self._arrivals] if not client.must_end]
 
     def _read(self, client: _Client) -> None:
-        for delta in self.llm.deltas(client.request, client.sequences, client.readers):
+        for delta in self.llm.deltas(client.sequences, client.readers):
             client.inbox.put_nowait(delta)
-
-    def _end(self, client: _Client) -> None:
-        for sequence in client.sequences:
-            if self.llm.core.holds(sequence):
-                self.llm.core.abort(sequence.request_id)

@@ -240,14 +240,14 @@ class LLM:
             while True:
                 # What is there comes first: a step that others made may have brought it, and may have been the last.
                 is_finished = all(sequence.finish_reason is not None for sequence in sequences)
-                deltas = list(self.deltas(request, sequences, readers))
+                deltas = list(self.deltas(sequences, readers))
                 yield from deltas
                 if is_finished:
                     return
                 if not deltas:
                     self.core.step()
         finally:
-            self._end(sequences)
+            self.end(sequences)
 
     def beam_search(
         self,
@@ -325,9 +325,7 @@ class LLM:
             for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
         ]
 
-    def deltas(
-        self, request: Request, sequences: Sequence[Request], readers: Sequence[DeltaReader]
-    ) -> Iterator[TextDelta]:
+    def deltas(self, sequences: Sequence[Request], readers: Sequence[DeltaReader]) -> Iterator[TextDelta]:
         """What came for a request since the last call. The last delta of all brings the output."""
         deltas = [delta for reader in readers if (delta := reader.read()) is not None]
         if deltas and all(sequence.finish_reason is not None for sequence in sequences):
@@ -348,6 +346,12 @@ class LLM:
             metrics=RequestMetrics.of(sequences),
             prompt_logprobs=of_prompt,
         )
+
+    def end(self, sequences: Sequence[Request]) -> None:
+        """Aborts what is left of a request: nothing, unless it was interrupted."""
+        for sequence in sequences:
+            if self.core.holds(sequence):
+                self.core.abort(sequence.request_id)
 
     # ---------------------------------------------------------------- inside
 
@@ -409,15 +413,9 @@ class LLM:
                 unfinished = still
         finally:
             for group in groups:
-                self._end(group)
+                self.end(group)
             bar.close()
         return [self.output_of(group) for group in groups]
-
-    def _end(self, sequences: Sequence[Request]) -> None:
-        """Aborts what is left of a request: nothing, unless it was interrupted."""
-        for sequence in sequences:
-            if self.core.holds(sequence):
-                self.core.abort(sequence.request_id)
 
     def _completion(self, index: int, sequence: Request) -> CompletionOutput:
         text = sequence.text.text if isinstance(sequence.text, Detokenizer) else self._text(sequence.output_token_ids)

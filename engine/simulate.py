@@ -44,7 +44,6 @@ from radixkv.sim import (
 from radixkv.traces import FORMATS, Trace, load, write
 
 NOT_AVAILABLE = "not available"
-CACHING = ("radix", "hash")
 
 EXAMPLES = """\
   radixkv simulate trace.jsonl.gz                                  what an infinite cache would hit
@@ -265,21 +264,26 @@ def _one_replay(
 
 
 def _replays(trace: Trace, arguments: argparse.Namespace, progress: Progress, answers: Answers) -> None:
+    uses: dict[tuple[str, int | None], MemoryUse] = {}  # the same for all policies
+
+    def memory_use(allocator: str, num_blocks: int | None) -> MemoryUse:
+        if (allocator, num_blocks) not in uses:
+            uses[allocator, num_blocks] = _memory_use(trace, allocator, num_blocks, arguments, progress)
+        return uses[allocator, num_blocks]
+
     for allocator in _allocators(arguments):
         for policy in _policies(arguments) if allocator == "radix" else ["lru"] if allocator == "hash" else [None]:
             for num_blocks in arguments.num_blocks or [None]:
                 if policy is None:
-                    use = _memory_use(trace, allocator, num_blocks, arguments, progress)
-                    answers.findings.memory.append(use)
-                    answers.results.append(_without_cache(trace, allocator, num_blocks, use))
+                    answers.results.append(
+                        _without_cache(trace, allocator, num_blocks, memory_use(allocator, num_blocks))
+                    )
                     continue
                 with progress(f"{allocator}, {policy}, {_cell('num_blocks', num_blocks)} blocks") as report:
                     result = _one_replay(trace, arguments, allocator, policy, num_blocks, report)
                 record = result.as_dict(per_request=arguments.per_request)
                 if arguments.memory:
-                    use = _memory_use(trace, allocator, num_blocks, arguments, progress)
-                    answers.findings.memory.append(use)
-                    record["memory"] = use.as_dict()
+                    record["memory"] = memory_use(allocator, num_blocks).as_dict()
                 answers.findings.replays.append(result)
                 if arguments.by_turn:
                     turns = hits_by_turn(trace.requests, result)
@@ -289,6 +293,7 @@ def _replays(trace: Trace, arguments: argparse.Namespace, progress: Progress, an
                     tenants = hits_by("tenant", lambda request: request.tenant, trace.requests, result)
                     record["by_tenant"] = [group.as_dict() for group in tenants]
                 answers.results.append(record)
+    answers.findings.memory = list(uses.values())
     columns = {
         "allocator": "allocator",
         "policy": "policy",
