@@ -9,13 +9,12 @@ from typing import Any
 
 from radixkv import PrefixCache, TokenKey
 from radixkv.arguments import at_least
-from radixkv.tokens import pack_one, unpack
+from radixkv.tokens import TOKEN_BYTES, pack_one
 from radixkv.traces import Trace, TraceRequest
 
 from .config import PREEMPTIONS, VICTIMS, EngineConfig
 from .request import Request
-from .sampling_params import SamplingParams
-from .timed import TimeModel, run_timed
+from .timed import TimeModel, run_timed, timed_request
 
 # Tokens without an identity: larger than any dense id, and another one for each request.
 _FIRST_UNKNOWN = 2**31
@@ -127,15 +126,6 @@ def _request(index: int, request: TraceRequest, unit_tokens: int | None) -> Requ
     if request.units is not None and unit_tokens is not None:
         num_full = min(len(request.units), request.num_prompt_tokens // unit_tokens)
         known = b"".join(pack_one(unit) * unit_tokens for unit in request.units[:num_full])
-    num_unknown = request.num_prompt_tokens - len(known) // 4
+    num_unknown = request.num_prompt_tokens - len(known) // TOKEN_BYTES
     key = TokenKey.from_packed(known + pack_one(_FIRST_UNKNOWN + index) * num_unknown)
-    num_output = max(1, request.num_output_tokens)
-    return Request(
-        request_id=str(index),
-        prompt=key,
-        prompt_token_ids=unpack(key.data),
-        params=SamplingParams(max_tokens=num_output, ignore_eos=True),
-        seed=0,
-        max_total_tokens=request.num_prompt_tokens + num_output,
-        arrival_s=request.arrival_s,
-    )
+    return timed_request(str(index), key, max(1, request.num_output_tokens), request.arrival_s)

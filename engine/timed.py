@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from radixkv import TokenKey
 from radixkv.baselines import CacheManager
 
 from .config import EngineConfig
 from .core import EngineCore
 from .logprobs import Sampled
 from .request import Request
+from .sampling_params import SamplingParams
 from .scheduler import Computed, Scheduled, Scheduler
 
 
@@ -90,6 +92,19 @@ class TimedRunner:
 def _next_token(request: Request) -> int:
     """An id from the upper half of all ids, so that no output is the start of a prompt."""
     return 2**31 + hash((request.number, request.num_tokens)) % 2**31
+
+
+def timed_request(request_id: str, key: TokenKey, num_output_tokens: int, arrival_s: float) -> Request:
+    """A request that samples exactly so many tokens, one or more, and arrives at a time of the model's clock."""
+    return Request(
+        request_id=request_id,
+        prompt=key,
+        prompt_token_ids=list(key),
+        params=SamplingParams(max_tokens=num_output_tokens, ignore_eos=True),
+        seed=0,
+        max_total_tokens=len(key) + num_output_tokens,
+        arrival_s=arrival_s,
+    )
 
 
 def run_timed(

@@ -27,8 +27,7 @@ from dataclasses import dataclass, replace
 from engine.bench.report import Result, Table, print_report
 from engine.config import PREEMPTIONS, VICTIMS, EngineConfig
 from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.timed import run_timed
+from engine.timed import run_timed, timed_request
 from radixkv import PrefixCache, TokenKey
 
 PARTS = ("preemption", "order")
@@ -60,7 +59,8 @@ def heavy_tailed(settings: Settings, seed: int) -> Iterator[Request]:
         arrival_s += draw.expovariate(10.0)
         num_prompt = min(settings.longest, max(4, int(draw.lognormvariate(5.0, 1.2))))
         num_output = min(settings.longest, max(1, int(draw.lognormvariate(4.8, 1.3))))
-        yield _request(number, [draw.randrange(32_000) for _ in range(num_prompt)], num_output, arrival_s)
+        key = TokenKey([draw.randrange(32_000) for _ in range(num_prompt)])
+        yield timed_request(str(number), key, num_output, arrival_s)
 
 
 def shared_starts(settings: Settings, seed: int) -> Iterator[Request]:
@@ -73,19 +73,7 @@ def shared_starts(settings: Settings, seed: int) -> Iterator[Request]:
         arrival_s += draw.expovariate(16.0)
         start = draw.choices(starts, weights)[0] if draw.random() < 0.8 else []
         rest = [draw.randrange(32_000) for _ in range(draw.randrange(40, 400))]
-        yield _request(number, start + rest, draw.randrange(20, 200), arrival_s)
-
-
-def _request(number: int, token_ids: list[int], num_output: int, arrival_s: float) -> Request:
-    return Request(
-        request_id=str(number),
-        prompt=TokenKey(token_ids),
-        prompt_token_ids=token_ids,
-        params=SamplingParams(max_tokens=num_output, ignore_eos=True),
-        seed=0,
-        max_total_tokens=len(token_ids) + num_output,
-        arrival_s=arrival_s,
-    )
+        yield timed_request(str(number), TokenKey(start + rest), draw.randrange(20, 200), arrival_s)
 
 
 # ---------------------------------------------------------------- one run
