@@ -318,12 +318,7 @@ class LLM:
 
     def readers(self, sequences: Sequence[Request]) -> list[DeltaReader]:
         """A reader for each continuation of a request made with `is_streamed`."""
-        texts = [sequence.text for sequence in sequences]
-        assert all(isinstance(text, Detokenizer | None) for text in texts), "other texts cannot be followed"
-        return [
-            DeltaReader(sequence, index, text)  # type: ignore[arg-type]
-            for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
-        ]
+        return [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
 
     def deltas(self, sequences: Sequence[Request], readers: Sequence[DeltaReader]) -> Iterator[TextDelta]:
         """What came for a request since the last call. The last delta of all brings the output."""
@@ -418,7 +413,7 @@ class LLM:
         return [self.output_of(group) for group in groups]
 
     def _completion(self, index: int, sequence: Request) -> CompletionOutput:
-        text = sequence.text.text if isinstance(sequence.text, Detokenizer) else self._text(sequence.output_token_ids)
+        text = sequence.text.text if sequence.text is not None else self._text(sequence.output_token_ids)
         logprobs = cumulative = None
         if sequence.params.logprobs is not None:
             logprobs = [self._with_text(entry) for entry in sequence.logprobs]

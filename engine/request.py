@@ -42,6 +42,13 @@ class OutputText(Protocol):
     def finish(self) -> None:
         """No more tokens come."""
 
+    def take(self) -> str:
+        """What has become settled since the last call: it may be shown."""
+
+    @property
+    def text(self) -> str:
+        """All that is settled; in the end, all there is."""
+
 
 @dataclass(eq=False)
 class Request:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from .request import FinishReason, Request, RequestOutput
 
 
@@ -37,20 +35,12 @@ class TextDelta(str):
         return delta
 
 
-class SettledText(Protocol):
-    """What a stream asks of the owner of the text (`engine.detokenizer.Detokenizer`)."""
-
-    def take(self) -> str:
-        """What has become settled since the last call."""
-
-
 class DeltaReader:
-    """Reads one continuation while it grows. text: None for a model without a tokenizer, whose deltas are empty."""
+    """Reads one continuation while it grows. Without a `text`, as of a model without a tokenizer, deltas are empty."""
 
-    def __init__(self, sequence: Request, index: int, text: SettledText | None) -> None:
+    def __init__(self, sequence: Request, index: int) -> None:
         self.sequence = sequence
         self.index = index
-        self._text = text
         self._num_read = 0
         self._has_ended = False
 
@@ -60,9 +50,9 @@ class DeltaReader:
             return None
         sequence = self.sequence
         self._has_ended = sequence.finish_reason is not None
-        text = self._text.take() if self._text is not None else ""
+        text = sequence.text.take() if sequence.text is not None else ""
         has_tokens = len(sequence.output_token_ids) > self._num_read
-        if not (text or self._has_ended or (has_tokens and self._text is None)):
+        if not (text or self._has_ended or (has_tokens and sequence.text is None)):
             return None
         token_ids = sequence.output_token_ids[self._num_read :]
         self._num_read += len(token_ids)

@@ -215,7 +215,7 @@ class TestDelta:
         """Not without news, and not after the end."""
         llm = make_llm(plain_decoder())
         request = llm.make_request([5], greedy(2), is_streamed=True)
-        reader = DeltaReader(request, 0, None)
+        reader = DeltaReader(request, 0)
         assert reader.read() is None
         llm.core.add_request(request)
         llm.core.step()
