@@ -28,6 +28,9 @@ def parse_size(size: int | str) -> int:
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("lifo", "largest", "least-progress")
 PREEMPTIONS = ("recompute", "swap")
+# Ways to run a model and to attend, explained in `models/decoder.py` and `attention/__init__.py`.
+MODEL_IMPLS = ("auto", "native", "transformers")
+ATTENTIONS = ("auto", "tree", "gather")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class EngineConfig:
     preemption              how it comes back: "recompute" (what the cache has lost is computed again) or "swap" (it is
                             copied back from host memory)
     num_swap_blocks         blocks that host memory holds for "swap"; who finds no room there is recomputed
+    attention               "tree" (what requests share is read once for all of them), "gather" (each reads its own), or
+                            "auto" (tree where it pays)
     """
 
     block_size: int
@@ -63,6 +68,7 @@ class EngineConfig:
     victim: str = "lifo"
     preemption: str = "recompute"
     num_swap_blocks: int = 0
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         least = {"num_swap_blocks": 0}
@@ -75,7 +81,8 @@ class EngineConfig:
                 raise TypeError(f"{name} must be an integer, not {value!r}")
             if value < least.get(name, 1):
                 raise ValueError(f"{name} is {value}; allowed: {least.get(name, 1)} and more")
-        for name, allowed in (("order", ORDERS), ("victim", VICTIMS), ("preemption", PREEMPTIONS)):
+        names = {"order": ORDERS, "victim": VICTIMS, "preemption": PREEMPTIONS, "attention": ATTENTIONS}
+        for name, allowed in names.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")

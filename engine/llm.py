@@ -26,7 +26,7 @@ from .core import EngineCore
 from .detokenizer import Detokenizer
 from .logprobs import Logprob
 from .metrics import EngineMetrics
-from .models.huggingface import HuggingFaceDecoder
+from .models.decoder import Decoder
 from .request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from .runner import ModelRunner
 from .sampling_params import SamplingParams
@@ -47,7 +47,9 @@ class LLM:
     """A decoder with a paged KV pool and a radix tree over it.
 
     model            "smollm2-135m" (the demo model), a hub id, a local directory, or a loaded transformers model
-    dtype, device    as torch takes them; dtype "auto" is the checkpoint's own
+    dtype, device    as torch takes them; dtype "auto" is the checkpoint's own, device "auto" a GPU if there is one
+    model_impl       "native" (our own code for the Llama family), "transformers" (the unmodified model, any), or "auto"
+    attention        "tree" (what requests share is read once for all), "gather" (each reads its own), or "auto"
     block_size       tokens per block
     num_blocks       size of the pool; without it, as many as `kv_cache_memory` holds
     kv_cache_memory  bytes, or text such as "2GiB"
@@ -64,10 +66,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str | PathLike[str] | PreTrainedModel | HuggingFaceDecoder,
+        model: str | PathLike[str] | PreTrainedModel | Decoder,
         *,
         dtype: Any = "auto",
         device: str = "cpu",
+        model_impl: str = "auto",
+        attention: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | str = "2GiB",
@@ -97,8 +101,9 @@ class LLM:
             max_overtakes=max_overtakes,
             victim=victim,
             preemption=preemption,
+            attention=attention,
         )
-        decoder = model if isinstance(model, HuggingFaceDecoder) else HuggingFaceDecoder.load(model, dtype, device)
+        decoder = model if isinstance(model, Decoder) else Decoder.load(model, dtype, device, model_impl)
         bytes_per_block = KVStorage.bytes_per_block_of(decoder.layers, block_size, decoder.dtype)
         if num_blocks is None:
             num_blocks = memory // bytes_per_block
@@ -141,6 +146,11 @@ class LLM:
         return str(self._decoder.dtype).removeprefix("torch.")
 
     @property
+    def model_impl(self) -> str:
+        """How the model is run: "native" or "transformers"."""
+        return self._decoder.model_impl
+
+    @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self._config.block_size
@@ -170,6 +180,7 @@ class LLM:
             order=config.order,
             max_overtakes=config.max_overtakes,
             victim=config.victim,
+            attention=config.attention,
         )
 
     def metrics(self) -> EngineMetrics:

@@ -17,13 +17,13 @@ from .sampler import Draw, candidates, prompt_logprobs, sample
 from .scheduler import Computed, Scheduled
 
 if TYPE_CHECKING:
-    from .models.huggingface import HuggingFaceDecoder
+    from .models.decoder import Decoder
 
 
 class ModelRunner:
     """Owns the decoder and the tensors; reads block tables, never changes them."""
 
-    def __init__(self, decoder: HuggingFaceDecoder, storage: KVStorage) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage) -> None:
         self.decoder = decoder
         self.storage = storage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine import LLM
 from engine.logprobs import Sampled
-from engine.models.huggingface import HuggingFaceDecoder
+from engine.models.decoder import Decoder
 from engine.scheduler import Computed
 
 
@@ -16,7 +16,7 @@ def make_llm(model, num_tokens=1024, block_size=4, log_interval_s=0.0, **argumen
 
 def load_decoder(folder):
     """The model in a folder, to be shared by several engines."""
-    return HuggingFaceDecoder.load(folder)
+    return Decoder.load(folder)
 
 
 class ScriptedRunner:

@@ -10,29 +10,33 @@ import random
 import pytest
 
 torch = pytest.importorskip("torch", reason="models need torch")
-pytest.importorskip("transformers", reason="models need transformers")
+transformers = pytest.importorskip("transformers", reason="models need transformers")
 
 from engine.batch import Row, Span, build_batch  # noqa: E402
 from engine.models import huggingface  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
 from radixkv.storage import KVStorage  # noqa: E402
-from tiny_models import MAX_MODEL_LEN, SUPPORTED, VOCAB_SIZE, WINDOW, tiny_model  # noqa: E402
+from tiny_models import MAX_MODEL_LEN, NATIVE, SUPPORTED, VOCAB_SIZE, WINDOW, model_of, tiny_model  # noqa: E402
 
 # Logits here are of size 0.3 to 11. float32 rounds at 6e-8, and a few layers of sums of about 100 terms, taken in
 # another order (flattened rows, fused attention), were seen to differ by 7e-6. A missing key moves them by over 1e-2.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
+# Every architecture as it is in transformers, and those of the native family in our own code too.
+ROUTES = [*((name, "transformers") for name in SUPPORTED), *((name, "native") for name in NATIVE)]
+
+
 @functools.cache
-def decoder_of(name):
+def decoder_of(name, model_impl="auto"):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return HuggingFaceDecoder.load(tiny_model(name))
+    return Decoder.load(model_of(name), model_impl=model_impl)
 
 
-def own_logits(decoder, ids):
+def own_logits(model, ids):
     """(length, vocab_size): the model's own eager logits of one request alone."""
     with torch.no_grad():
-        return decoder.model(input_ids=torch.tensor([ids], device=decoder.device), use_cache=False).logits[0].float()
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
 class Pool:
@@ -65,10 +69,11 @@ def prompt(length, seed):
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_ragged_batch_gives_each_request_its_own_logits(name, block_size):
+@pytest.mark.parametrize(("name", "model_impl"), ROUTES)
+def test_ragged_batch_gives_each_request_its_own_logits(name, model_impl, block_size):
     """A028: a cold batch, then one step mixing decodes, a chunk, a hit on shared blocks and a cold prompt."""
-    decoder = decoder_of(name)
+    decoder = decoder_of(name, model_impl)
+    assert decoder.model_impl == model_impl
     pool = Pool(decoder, block_size)
     a, b, c = prompt(8, 1), prompt(34, 2), prompt(40, 3)
     d = [*b[:32], 5]  # shares the first 32 tokens of b, and their blocks
@@ -86,7 +91,7 @@ def test_ragged_batch_gives_each_request_its_own_logits(name, block_size):
             Row(e, 0, tables["e"]),
         ]
     )
-    truth = {key: own_logits(decoder, ids) for key, ids in {"a": a, "b": b, "c": c, "d": d, "e": e}.items()}
+    truth = {key: own_logits(model_of(name), ids) for key, ids in {"a": a, "b": b, "c": c, "d": d, "e": e}.items()}
     for got, wanted in zip(cold, (truth["a"][:7], truth["b"][:33], truth["c"][:16]), strict=True):
         torch.testing.assert_close(got, wanted, **TOLERANCE)
     for got, (key, start) in zip(mixed, {"a": 7, "b": 33, "c": 16, "d": 32, "e": 0}.items(), strict=True):
@@ -97,16 +102,16 @@ def test_ragged_batch_gives_each_request_its_own_logits(name, block_size):
 
 
 @pytest.mark.parametrize("num_new", [1, 5, 20])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_positions_continue_behind_a_cached_prefix(name, num_new):
+@pytest.mark.parametrize(("name", "model_impl"), [("llama", "transformers"), ("llama", "native"), ("gpt2", "auto")])
+def test_positions_continue_behind_a_cached_prefix(name, model_impl, num_new):
     """A027: rotated and learned positions both start at 32 behind 32 cached tokens."""
-    decoder = decoder_of(name)
+    decoder = decoder_of(name, model_impl)
     pool = Pool(decoder, 16)
     ids = prompt(32 + num_new, num_new)
     table = pool.table(len(ids))
     pool.run([Row(ids[:32], 0, table)])
     (got,) = pool.run([Row(ids[32:], 32, table)])
-    torch.testing.assert_close(got, own_logits(decoder, ids)[32:], **TOLERANCE)
+    torch.testing.assert_close(got, own_logits(model_of(name), ids)[32:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("idle", [float("nan"), float("inf"), 1e30])
@@ -136,17 +141,17 @@ def test_contiguous_and_scattered_tables_agree(name):
         pool.run([Row(ids[:20], 0, table)])
         outcomes.append(torch.cat([pool.run([Row(ids[20:39], 20, table)])[0], pool.run([Row(ids[39:], 39, table)])[0]]))
     torch.testing.assert_close(*outcomes, **TOLERANCE)
-    torch.testing.assert_close(outcomes[0], own_logits(decoder, ids)[20:], **TOLERANCE)
+    torch.testing.assert_close(outcomes[0], own_logits(model_of(name), ids)[20:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if WINDOW in SUPPORTED[name][1].values()])
 def test_ignoring_windows_would_show_in_these_tests(name, monkeypatch):
     """Guards the tests themselves: with prompts shorter than the windows, a route without windows would pass."""
-    decoder = decoder_of(name)
+    decoder = decoder_of(name, "transformers")
     monkeypatch.setattr(huggingface, "_span_of", lambda module, sliding_window: Span())
     pool = Pool(decoder, 4)
     (got,) = pool.run([Row(prompt(40, 5), 0, pool.table(40))])
-    wanted = own_logits(decoder, prompt(40, 5))
+    wanted = own_logits(model_of(name), prompt(40, 5))
     torch.testing.assert_close(got[:WINDOW], wanted[:WINDOW], **TOLERANCE)
     assert (got - wanted)[-1].abs().max() > 100 * TOLERANCE["atol"]
 
@@ -162,7 +167,7 @@ def test_only_the_last_token_of_each_row_gets_logits(name):
     assert logits.shape == (3, decoder.vocab_size)
     assert logits.dtype == torch.float32
     for got, ids in zip(logits, prompts, strict=True):
-        torch.testing.assert_close(got, own_logits(decoder, ids)[-1], **TOLERANCE)
+        torch.testing.assert_close(got, own_logits(model_of(name), ids)[-1], **TOLERANCE)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -174,7 +179,7 @@ def test_the_model_works_on_its_own_afterwards(name, implementation):
     ids = torch.tensor([prompt(20, 1)])
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     before = model.generate(ids, **greedy)
-    decoder = HuggingFaceDecoder.load(model)
+    decoder = Decoder.load(model)
     pool = Pool(decoder, 4)
     pool.run([Row(prompt(5, 2), 0, pool.table(5))])
     assert model.config._attn_implementation == implementation
@@ -183,19 +188,20 @@ def test_the_model_works_on_its_own_afterwards(name, implementation):
 
 def test_a_failing_forward_leaves_the_model_as_it_was():
     """A token id out of range raises inside the model; the next ordinary forward must not notice."""
-    decoder = HuggingFaceDecoder.load(tiny_model("llama"))
-    pool = Pool(decoder, 4)
-    with pytest.raises(IndexError):
-        pool.run([Row([VOCAB_SIZE + 5], 0, pool.table(1))])
-    assert decoder.model.config._attn_implementation == "eager"
-    own_logits(decoder, [4, 5])
+    model = tiny_model("llama")
+    for model_impl in ("transformers", "native"):
+        pool = Pool(Decoder.load(model, model_impl=model_impl), 4)
+        with pytest.raises(IndexError):
+            pool.run([Row([VOCAB_SIZE + 5], 0, pool.table(1))])
+        assert model.config._attn_implementation == "eager"
+        own_logits(model, [4, 5])
 
 
 def test_greedy_ids_equal_those_of_generate():
     """The whole path a user takes: prefill, then decode step by step, ids equal to the library's own loop."""
     decoder = decoder_of("qwen3")
     ids = prompt(19, 3)
-    wanted = decoder.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 19:]
+    wanted = model_of("qwen3").generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     pool = Pool(decoder, 4)
     table = pool.table(39)
     got, new, start = [], ids, 0
@@ -204,19 +210,20 @@ def test_greedy_ids_equal_those_of_generate():
         start += len(new)
         new = [int(logits.argmax())]
         got += new
-    assert got == wanted.tolist()
+    assert got == wanted[0, 19:].tolist()
 
 
 def test_two_decoders_keep_apart():
     """Nothing is kept in a global: steps of two models, interleaved, do not meet."""
-    decoders = [HuggingFaceDecoder.load(tiny_model("llama")), HuggingFaceDecoder.load(tiny_model("gpt2"))]
+    models = [model_of("llama"), model_of("gpt2")]
+    decoders = [Decoder.load(model) for model in models]
     pools = [Pool(decoder, 4, seed=seed) for seed, decoder in enumerate(decoders)]
     ids = prompt(12, 9)
     tables = [pool.table(12) for pool in pools]
     for start, end in ((0, 5), (5, 11), (11, 12)):
         parts = [pool.run([Row(ids[start:end], start, table)])[0] for pool, table in zip(pools, tables, strict=True)]
-        for part, decoder in zip(parts, decoders, strict=True):
-            torch.testing.assert_close(part, own_logits(decoder, ids)[start:end], **TOLERANCE)
+        for part, model in zip(parts, models, strict=True):
+            torch.testing.assert_close(part, own_logits(model, ids)[start:end], **TOLERANCE)
 
 
 def test_a_saved_model_loads_with_its_limits_and_type(tmp_path):
@@ -224,25 +231,25 @@ def test_a_saved_model_loads_with_its_limits_and_type(tmp_path):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = [2, 7]
     model.save_pretrained(tmp_path)
-    decoder = HuggingFaceDecoder.load(tmp_path)
+    decoder = Decoder.load(tmp_path)
     assert decoder.dtype == torch.float32
     assert decoder.tokenizer is None
     assert decoder.name == str(tmp_path)
     assert (decoder.vocab_size, decoder.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
     assert decoder.eos_token_ids == {2, 7}
     ids = prompt(12, 1)
-    half = HuggingFaceDecoder.load(str(tmp_path), dtype="bfloat16")
+    half = Decoder.load(str(tmp_path), dtype="bfloat16")
     assert half.dtype == torch.bfloat16
     pool = Pool(half, 4)
     (got,) = pool.run([Row(ids, 0, pool.table(12))])
     # Against its own bfloat16 eager forward: 8 bits of mantissa over two layers.
-    wanted = own_logits(half, ids)
+    wanted = own_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), ids)
     assert ((got - wanted).norm() / wanted.norm()).item() < 0.05
 
 
 def test_demo_model_behind_a_cached_prefix_equals_the_plain_model(demo_model):
     """The real thing, 30 layers: a hit on 40 tokens, a chunk and a decode step give the plain model's logits."""
-    decoder = HuggingFaceDecoder.load(demo_model, dtype="float32")
+    decoder = Decoder.load(demo_model, dtype="float32")
     assert decoder.tokenizer is not None
     assert decoder.eos_token_ids
     messages = [
@@ -257,4 +264,5 @@ def test_demo_model_behind_a_cached_prefix_equals_the_plain_model(demo_model):
     pool.run([Row(ids[:40], 0, table)])
     chunk, decode = pool.run([Row(ids[40:-1], 40, table)])[0], pool.run([Row(ids[-1:], len(ids) - 1, table)])[0]
     # Logits of size up to 33, 30 layers of float32 sums in another order: 1e-3 is 20 times what was seen.
-    torch.testing.assert_close(torch.cat([chunk, decode]), own_logits(decoder, ids)[40:], atol=1e-3, rtol=1e-4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    torch.testing.assert_close(torch.cat([chunk, decode]), own_logits(model, ids)[40:], atol=1e-3, rtol=1e-4)

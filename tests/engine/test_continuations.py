@@ -19,10 +19,10 @@ from chat_helpers import save_tiny_chat_model  # noqa: E402
 
 from engine import LLM, BeamSearchParams, SamplingParams, scheduler  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
 from engine.scheduler import Scheduler  # noqa: E402
 from radixkv import DuplicateRequest  # noqa: E402
-from tiny_models import VOCAB_SIZE, tiny_model  # noqa: E402
+from tiny_models import VOCAB_SIZE, model_of, tiny_model  # noqa: E402
 
 BLOCK_SIZES = [1, 4, 16]
 # Rotated positions, learned ones, and a window shorter than the prompts.
@@ -36,7 +36,7 @@ TOLERANCE = {"abs": 1e-4, "rel": 1e-4}
 @functools.cache
 def decoder_of(name):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return HuggingFaceDecoder.load(tiny_model(name))
+    return Decoder.load(tiny_model(name))
 
 
 def make_llm(name="llama", block_size=4, num_tokens=512, ends=None, **options):
@@ -116,7 +116,7 @@ def assert_idle(llm):
 @pytest.fixture(scope="module")
 def chat_decoder(tmp_path_factory):
     """A tiny model with a tokenizer in which each byte is a token."""
-    return HuggingFaceDecoder.load(save_tiny_chat_model(tmp_path_factory.mktemp("chat")))
+    return Decoder.load(save_tiny_chat_model(tmp_path_factory.mktemp("chat")))
 
 
 class TestContinuations:
@@ -571,7 +571,7 @@ class TestBeamSearch:
 def own_logprobs(name, ids):
     """(length, vocab_size) float64: log-probabilities after each token of a tuple of ids, eager and uncached."""
     with torch.no_grad():
-        logits = decoder_of(name).model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        logits = model_of(name)(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return logits.double().log_softmax(dim=-1)
 
 
@@ -708,7 +708,7 @@ def own_choice(name, ids, params, ends=()):
     output = []
     while len(output) < params.max_tokens:
         with torch.no_grad():
-            logits = decoder_of(name).model(input_ids=torch.tensor([[*ids, *output]])).logits[0, -1].double()
+            logits = model_of(name)(input_ids=torch.tensor([[*ids, *output]])).logits[0, -1].double()
         for token_id in {*ids, *output}:
             by = params.repetition_penalty
             logits[token_id] = logits[token_id] / by if logits[token_id] > 0 else logits[token_id] * by

@@ -17,8 +17,8 @@ pytest.importorskip("transformers", reason="the engine needs transformers")
 from chat_helpers import save_tiny_chat_model  # noqa: E402
 
 from engine import LLM, SamplingParams  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
-from tiny_models import VOCAB_SIZE, tiny_model  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
+from tiny_models import VOCAB_SIZE, model_of, tiny_model  # noqa: E402
 
 BLOCK_SIZES = [1, 4, 16]
 # Logits of size up to 11; float32 sums in another order were seen to differ by 7e-6, a missing key by more than 1e-2.
@@ -28,7 +28,7 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 @functools.cache
 def decoder_of(name):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return HuggingFaceDecoder.load(tiny_model(name))
+    return Decoder.load(tiny_model(name))
 
 
 def prompt(length, seed):
@@ -52,7 +52,7 @@ def solo(name, ids, max_tokens):
 def own_logits(name, ids):
     """(vocab_size,): the model's own eager logits after a whole prompt, a tuple of ids, uncached."""
     with torch.no_grad():
-        return decoder_of(name).model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+        return model_of(name)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
 
 
 @functools.cache
@@ -623,4 +623,4 @@ def long_context_decoder():
     """A tiny Llama with room for several turns."""
     model = tiny_model("llama")
     model.config.max_position_embeddings = 512
-    return HuggingFaceDecoder.load(model)
+    return Decoder.load(model)

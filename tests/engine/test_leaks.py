@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the engine needs transformers")
 
 from engine import LLM, SamplingParams
-from engine.models.huggingface import HuggingFaceDecoder
+from engine.models.decoder import Decoder
 from tiny_models import VOCAB_SIZE, tiny_model
 
 NUM_REQUESTS, WARM_UP = 5_000, 1_000
@@ -25,7 +25,7 @@ def resident_mib():
 def test_thousands_of_requests_leave_neither_objects_nor_memory_behind():
     """B077: short ones, some with two continuations, a third aborted at random moments, many preempted and swapped."""
     llm = LLM(
-        HuggingFaceDecoder.load(tiny_model("llama")), num_blocks=48, block_size=1, max_num_seqs=16, preemption="swap"
+        Decoder.load(tiny_model("llama")), num_blocks=48, block_size=1, max_num_seqs=16, preemption="swap"
     )
     draw = random.Random(1)
     core = llm.core

@@ -16,10 +16,10 @@ from chat_helpers import save_tiny_chat_model  # noqa: E402
 
 from engine import LLM, SamplingParams  # noqa: E402
 from engine.metrics import EngineCounters  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
 from engine.request import Request  # noqa: E402
 from radixkv import TokenKey  # noqa: E402
-from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model  # noqa: E402
+from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, model_of, tiny_model  # noqa: E402
 
 BLOCK_SIZES = [1, 4, 16]
 # Rotated and learned positions, a sliding window, and windows in every second layer with a soft cap.
@@ -33,7 +33,7 @@ PARAMS = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 @functools.cache
 def decoder_of(name):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return HuggingFaceDecoder.load(tiny_model(name))
+    return Decoder.load(tiny_model(name))
 
 
 def prompt(length, seed):
@@ -47,7 +47,7 @@ PROMPTS = [prompt(length, length) for length in LENGTHS]
 @functools.cache
 def own_tokens(name, ids, num_new=NUM_NEW, eos_token_id=None):
     """What the model's own `generate()` gives for one prompt, a tuple of ids, alone and without us."""
-    model = decoder_of(name).model
+    model = model_of(name)
     options = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": eos_token_id, "pad_token_id": 0}
     return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
 

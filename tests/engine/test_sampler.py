@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch", reason="sampling needs torch")
 transformers = pytest.importorskip("transformers", reason="the engine needs transformers")
 
 from engine import LLM, SamplingParams  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
 from engine.sampler import Draw, candidates, processed_logits, prompt_logprobs, sample  # noqa: E402
-from tiny_models import VOCAB_SIZE, tiny_model  # noqa: E402
+from tiny_models import VOCAB_SIZE, model_of, tiny_model  # noqa: E402
 
 LOGITS = [1.0, -0.5, 2.0, 0.0, 2.5, -3.0, 0.7, 1.9]
 NUM_DRAWS = 2_000
@@ -25,7 +25,7 @@ NUM_DRAWS = 2_000
 @functools.cache
 def decoder():
     """A tiny model; built once, since nothing here changes it."""
-    return HuggingFaceDecoder.load(tiny_model("llama"))
+    return Decoder.load(tiny_model("llama"))
 
 
 def prompt(length, seed):
@@ -443,7 +443,7 @@ class TestThroughTheEngine:
         wanted = []
         for _ in range(params.max_tokens):
             with torch.no_grad():
-                logits = decoder().model(torch.tensor([ids + wanted]), use_cache=False).logits[0, -1:].float()
+                logits = model_of("llama")(torch.tensor([ids + wanted]), use_cache=False).logits[0, -1:].float()
             wanted += ids_of(logits, [one(params, seed=params.seed, prompt=ids, output=wanted)])
         llm = LLM(decoder(), num_blocks=32)
         for _ in range(2):

@@ -5,6 +5,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the engine needs transformers")
 
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 from engine import LLM, SamplingParams  # noqa: E402
 from engine.chats import ChatSession  # noqa: E402
 
@@ -23,9 +25,9 @@ def llm(demo_model):
     return LLM(demo_model, dtype="float32", num_blocks=64)
 
 
-def test_tokens_equal_those_of_the_model_alone_cold_and_warm(llm):
+def test_tokens_equal_those_of_the_model_alone_cold_and_warm(llm, demo_model):
     """Real weights have near ties that random ones do not; float32 keeps the order of the model's own logits."""
-    model, tokenizer = llm._decoder.model, llm.tokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32), llm.tokenizer
     prompts = [tokenizer.encode(text) for text in TEXTS]
     options = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": sorted(llm.eos_token_ids)}
     wanted = [model.generate(torch.tensor([ids]), **options, pad_token_id=0)[0, len(ids) :].tolist() for ids in prompts]

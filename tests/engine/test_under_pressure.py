@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the engine needs transformers")
 
 from engine import LLM, SamplingParams  # noqa: E402
-from engine.models.huggingface import HuggingFaceDecoder  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
 from engine.request import RequestState  # noqa: E402
 from tiny_models import VOCAB_SIZE, tiny_model  # noqa: E402
 
@@ -52,7 +52,7 @@ REQUESTS = [
 @functools.cache
 def decoder_of(name):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return HuggingFaceDecoder.load(tiny_model(name))
+    return Decoder.load(tiny_model(name))
 
 
 @functools.cache

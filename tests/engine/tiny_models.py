@@ -6,6 +6,7 @@ of the tests, so that they matter; weights are drawn wide enough that attention 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,23 @@ _SLIDING_FULL = ["sliding_attention", "full_attention"]
 # name → (configuration class, its arguments)
 SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "llama-biased": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "llama3-rope": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 24,
+            }
+        },
+    ),
     "mistral-sliding": ("MistralConfig", {"sliding_window": WINDOW}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen2": ("Qwen2Config", {}),
@@ -134,6 +152,9 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Those of SUPPORTED that run in our own code too.
+NATIVE = ("llama", "llama-biased", "llama3-rope", "mistral-sliding", "qwen2", "qwen2-sliding", "qwen3")
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("FalconConfig", _FALCON),
     "falcon-alibi": ("FalconConfig", {**_FALCON, "alibi": True}),
@@ -181,6 +202,12 @@ _OWN_NAMES = (
     "FalconConfig",
     "BloomConfig",
 )
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    """The tiny model, built once: for those who do not change it."""
+    return tiny_model(name)
 
 
 def tiny_model(name: str) -> PreTrainedModel:
