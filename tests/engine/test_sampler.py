@@ -147,7 +147,7 @@ def test_hidden_tokens_are_never_drawn():
 
 
 def test_draws_that_ask_for_the_most_likely_token_are_one_argmax_whatever_their_number():
-    """A step's usual batch: each further kernel or wait for the accelerator would cost every token of every request."""
+    """A step's usual batch: whatever is done for each row costs every token of every request."""
 
     class Calls(torch.overrides.TorchFunctionMode):
         def __init__(self):
@@ -161,8 +161,8 @@ def test_draws_that_ask_for_the_most_likely_token_are_one_argmax_whatever_their_
     logits = random_logits(40, VOCAB_SIZE, seed=1)
     with Calls() as calls:
         sample(logits, [one(SamplingParams(), row) for row in range(40)])
-    assert sorted(set(calls.names) - {"__len__"}) == ["argmax", "tolist"]
-    assert calls.names.count("argmax") == calls.names.count("tolist") == 1
+    assert calls.names.count("numpy") == 1
+    assert set(calls.names) <= {"__len__", "__get__", "numpy"}, "nothing is done for each row"
 
 
 @pytest.mark.parametrize("rows", [[2], [3, 0], [1, 1, 3, 3], [3, 2, 1, 0]], ids=str)
