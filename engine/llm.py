@@ -122,6 +122,8 @@ class LLM:
         self._ids = (f"{prefix}-{number}" for prefix in [secrets.token_hex(4)] for number in itertools.count())
         storage = KVStorage(num_blocks, block_size, decoder.layers, decoder.dtype, decoder.device)
         self.cache = PrefixCache(num_blocks, block_size, policy, storage)
+        if decoder.tokenizer is not None:
+            self.cache.decode = decoder.tokenizer.decode  # so that a drawn node shows its text
         swap = HostSwap(storage) if preemption == "swap" else None
         scheduler = Scheduler(self._config, self.cache, swap)
         self.core = EngineCore(scheduler, ModelRunner(decoder, storage), self.cache, log_interval_s)

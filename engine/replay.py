@@ -23,6 +23,8 @@ from engine.chats import ChatSession, Conversation
 if TYPE_CHECKING:  # rich is an extra, and only tables need it
     from rich.console import Console
 
+    from radixkv.film import Film
+
 HISTORIES = ("generated", "recorded")
 MAX_TREE_LINES = 40  # about a screen; a tree of a long replay has thousands
 
@@ -124,6 +126,14 @@ class ReplayReport:
             "totals": totals,
         }
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """Hit rate and time to the first token by turn as a picture, for notebooks; the totals and the tree as text."""
+        from radixkv.render import draw_turns, mime_bundle
+
+        lines = _total_lines(self)
+        svg = draw_turns(self.totals.by_turn, remark=f"{self.model}, {self.dtype} · {lines[0]}")
+        return mime_bundle(svg, "\n".join([*lines, *self.remarks, *shortened(self.tree)]))
+
 
 class _Player:
     """One conversation under way: its session, and why it ended early, if it did."""
@@ -148,12 +158,14 @@ def replay(
     concurrency: int = 1,
     compare: bool = False,
     on_turn: Callable[[TurnRecord], None] | None = None,
+    on_batch: Callable[[int, Sequence[str]], None] | None = None,
 ) -> ReplayReport:
     """The report of playing `conversations` on `llm` with the `SamplingParams` in `params`.
 
     `history`: what the next turn follows, the model's own reply ("generated") or the one in the file ("recorded"; a
     turn without one continues with the model's own, and a remark says so). `concurrency`: how many conversations of a
-    wave are submitted together; with 1, TTFT is one request's own time. `on_turn` is called after each turn.
+    wave are submitted together; with 1, TTFT is one request's own time. `on_turn` is called after each turn,
+    `on_batch` with the turn and the names of the conversations before their prompts go to `llm`.
 
     A conversation ends, with a remark, where prompt and output would not fit the model's context or the pool of
     blocks. Raises ValueError for arguments out of range. The cache of `llm` is used and filled, not emptied first.
@@ -200,6 +212,8 @@ def replay(
                 _generate(cold_llm, prompts, params)
             cold_first = num_batches % 2 == 1
             cold = _generate(cold_llm, prompts, params) if cold_llm is not None and cold_first else None
+            if on_batch is not None:
+                on_batch(turn_index + 1, [player.name for player, _ in batch])
             warm = _generate(llm, prompts, params)
             if cold_llm is not None and not cold_first:
                 cold = _generate(cold_llm, prompts, params)
@@ -367,6 +381,18 @@ def print_report(report: ReplayReport, console: Console) -> None:
     lines = shortened(report.tree)
     for line in lines:
         console.print(Text(line), no_wrap=True, overflow="ellipsis", crop=True)
+
+
+def page_of(report: ReplayReport, film: Film) -> str:
+    """The report as one HTML page: the life of the cache as a film, hit rate and TTFT by turn, totals and remarks."""
+    from radixkv.render import draw_turns
+
+    return film.to_html(
+        f"radixkv replay: {report.model}",
+        subtitle=f"{report.dtype}, {film.cache.num_blocks:,} blocks of {report.block_size} tokens",
+        plots=[draw_turns(report.totals.by_turn)],
+        notes=[*_total_lines(report), *(f"Remark: {remark}" for remark in report.remarks)],
+    )
 
 
 def shortened(tree: str, max_lines: int = MAX_TREE_LINES) -> list[str]:

@@ -544,6 +544,16 @@ class _TableManager:
             lines.append(f"… and {len(self._tables) - most} more requests")
         return "\n".join(lines)
 
+    def _cached_blocks(self) -> Iterable[tuple[int, bool, int]]:
+        """Of each cached block its id, whether a running request holds it, and the tick of its last use."""
+        return ()
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """The pool as a picture, for notebooks, and as `show` for terminals."""
+        from .render import draw_pool, mime_bundle
+
+        return mime_bundle(draw_pool(self, self._cached_blocks()), self.show())
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(num_blocks={self.num_blocks}, block_size={self.block_size}, "
@@ -810,6 +820,9 @@ class FlatHashCache(_TableManager):
         num_waiting = sum(map(len, self._order.values()))
         assert num_waiting == self._num_evictable, f"{num_waiting} blocks can be evicted, the counter says otherwise"
         assert all(self._order.values()), "an empty tick was kept"
+
+    def _cached_blocks(self) -> Iterable[tuple[int, bool, int]]:
+        return ((cached.block_id, cached.num_readers > 0, cached.tick) for cached in self._by_digest.values())
 
     def show(self, decode: Callable[[list[int]], str] | None = None, most: int = 60) -> str:
         """Pool, running requests and cached blocks, in order of arrival, as text."""

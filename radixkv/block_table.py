@@ -98,3 +98,9 @@ class BlockTable:
             f"{self.num_computed} computed), blocks {describe_blocks(self.block_ids[: self.num_shared])} | "
             f"{describe_blocks(self.block_ids[self.num_shared :])}"
         )
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """The table as a picture, for notebooks, and as `show` for terminals."""
+        from .render import draw_block_table, mime_bundle
+
+        return mime_bundle(draw_block_table(self), self.show())

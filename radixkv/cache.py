@@ -107,6 +107,8 @@ class PrefixCache:
     min_copy_tokens   a hit inside a block is taken by copying only if it saves at least so many tokens
     remember_evicted  digests of evicted blocks to remember, for `explain_miss`; costs a SHA-256 per committed block
 
+    In a notebook a cache draws itself; with `cache.decode` set to a tokenizer's `decode`, with text on the nodes.
+
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> prompt = [1, 2, 3, 4, 5, 6]
     >>> cache.allocate("a", prompt).num_cached_tokens
@@ -143,6 +145,7 @@ class PrefixCache:
         self.tree = RadixTree(block_size, policy_of(policy, block_size))
         self.stats = CacheStats()
         self.storage = storage
+        self.decode: Callable[[list[int]], str] | None = None  # a tokenizer's, for the text in pictures
         self._tables: dict[str | int, BlockTable] = {}
         self._namespace_stats: dict[Namespace, CacheStats] = {}
         self._remember_evicted = remember_evicted
@@ -191,6 +194,10 @@ class PrefixCache:
     def block_table(self, request_id: str | int) -> tuple[int, ...]:
         """Physical block ids of a running request, in logical order."""
         return tuple(self._table(request_id).block_ids)
+
+    def table(self, request_id: str | int) -> BlockTable:
+        """The block table of a running request as the cache keeps it, to look at: in a notebook it draws itself."""
+        return self._table(request_id)
 
     def num_tokens(self, request_id: str | int) -> int:
         """Tokens of a running request that have a slot."""
@@ -624,6 +631,12 @@ class PrefixCache:
         )
         tables = [table.show() for table in self._tables.values()]
         return "\n".join([head, *tables, self.tree.show(decode, most)])
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """The cache as a picture, for notebooks, and as `show` for terminals. `cache.decode` gives the nodes' text."""
+        from .render import draw_cache, mime_bundle, safe
+
+        return mime_bundle(draw_cache(self), self.show(safe(self.decode)))
 
     def __repr__(self) -> str:
         return (

@@ -145,6 +145,12 @@ class RadixNode:
             f"lock_ref={self.lock_ref}, tick={self.tick}, {len(self.children)} children)"
         )
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """The way to the node and what hangs below it as a picture, for notebooks."""
+        from .render import draw_node, mime_bundle
+
+        return mime_bundle(draw_node(self), repr(self))
+
 
 class RootNode(RadixNode):
     """The root of one namespace: no tokens, no blocks, no parent."""

@@ -20,10 +20,13 @@ ROWS = {
     "radixkv": [
         ["errors", "arguments"],
         ["tokens"],
+        ["render"],  # low, so that a node and a block table can draw themselves; it knows them by what they offer
         ["pool", "node", "events", "stats"],
         ["tree", "block_table", "eviction"],
-        ["cache", "render"],
+        ["cache"],
         ["baselines"],  # stands beside the cache: one table of constructors names all four managers
+        ["film"],
+        ["widget"],
         ["storage", "tiers", "snapshot"],
         ["traces"],
         ["workloads"],
@@ -46,7 +49,7 @@ ROWS = {
         ["async_llm"],
         ["chats"],
         ["replay", "bench", "server"],
-        ["simulate"],
+        ["simulate", "show"],
         ["cli"],
     ],
 }
