@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format nightly demo-model clean
+.PHONY: help demo test notebooks lint format nightly demo-model clean
 # Two goals that install into the same environment must not run at the same time under `make -j`.
 .NOTPARALLEL:
 
@@ -22,6 +22,9 @@ demo: $(VENV)/ready-engine  ## replay the built-in chats on SmolLM2, with the ca
 
 test: lint demo-model  ## lint, then the whole test suite
 	$(BIN)/python -m pytest
+
+notebooks: $(VENV)/ready-test,notebooks demo-model  ## execute every notebook, from top to bottom
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 -p no:cacheprovider notebooks
 
 lint: $(VENV)/ready-test,lint  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check

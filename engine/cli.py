@@ -14,12 +14,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine import simulate
+from engine import show, simulate
 from engine.bench import BENCHMARKS
 from engine.chats import FORMATS, builtin_chats, read_chats
 from engine.errors import EngineError
@@ -28,6 +30,7 @@ from radixkv.errors import RadixKVError
 
 if TYPE_CHECKING:
     from engine.replay import TurnRecord
+    from radixkv.film import Recording
 
 # What says that what was given cannot be used; any other exception is a bug and shows its traceback.
 _INPUT_ERRORS = (ValueError, OSError, EngineError, RadixKVError)
@@ -186,10 +189,13 @@ def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
         help="conversations of one wave that are submitted together (default: 1: TTFT is one request's own time)",
     )
     run.add_argument("--compare", action="store_true", help="run every prompt again with caching off")
+    run.add_argument("--report", metavar="FILE", type=Path, help="write a page that plays the life of the cache")
     run.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def _run_replay(arguments: argparse.Namespace) -> None:
+    if arguments.report is not None:
+        show.check_place(arguments.report, "--report")
     # The chats first: a mistake in them should not cost the loading of a model.
     conversations = list(read_chats(arguments.chats, arguments.format) if arguments.chats else builtin_chats())
     conversations = conversations[: arguments.conversations]
@@ -199,7 +205,8 @@ def _run_replay(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from engine import LLM, SamplingParams
-    from engine.replay import print_report, replay
+    from engine.replay import page_of, print_report, replay
+    from radixkv.film import Recording
 
     params = SamplingParams(
         max_tokens=arguments.max_tokens,
@@ -231,7 +238,10 @@ def _run_replay(arguments: argparse.Namespace) -> None:
         max_num_seqs=arguments.concurrency,
         **pool,
     )
-    with _replay_progress(sum(len(conversation.turns) for conversation in conversations), stderr) as on_turn:
+    # Calls are noted and drawn afterwards: drawing in between would count as time to the first token.
+    recording = Recording(llm.cache) if arguments.report is not None else None
+    num_turns = sum(len(conversation.turns) for conversation in conversations)
+    with recording or nullcontext(), _replay_progress(num_turns, stderr) as on_turn:
         report = replay(
             llm,
             conversations,
@@ -240,14 +250,23 @@ def _run_replay(arguments: argparse.Namespace) -> None:
             concurrency=arguments.concurrency,
             compare=arguments.compare,
             on_turn=on_turn,
+            on_batch=None if recording is None else partial(_begin_chapter, recording),
         )
     if not report.turns:
         raise ValueError(f"no turn could be played: {report.remarks[0]}")
+    if recording is not None:
+        page = page_of(report, recording.film())
+        arguments.report.write_text(page, encoding="utf-8")
+        stderr.print(f"wrote {arguments.report}", markup=False, highlight=False, soft_wrap=True)
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
         is_plain = not sys.stdout.isatty() and "COLUMNS" not in os.environ
         print_report(report, Console(width=_PLAIN_WIDTH if is_plain else None))
+
+
+def _begin_chapter(recording: Recording, turn: int, names: Sequence[str]) -> None:
+    recording.chapter(f"{', '.join(names)}, turn {turn}")
 
 
 def _check_device(device: str) -> None:
@@ -313,6 +332,7 @@ COMMANDS = {
         examples="""\
   radixkv replay                                       the built-in chats on the demo model
   radixkv replay --compare                             ... and the same prompts with caching off
+  radixkv replay --compare --report replay.html        ... and a page that plays the life of the cache
   radixkv replay --chats my_chats.jsonl --turns 3      your own conversations, three turns of each
   radixkv replay --chats oasst.jsonl.gz --conversations 20 --history recorded --json
   radixkv replay --model path/to/model --dtype bfloat16 --block-size 32 --concurrency 4""",
@@ -322,6 +342,12 @@ COMMANDS = {
         add_arguments=simulate.add_arguments,
         run=simulate.run_from_arguments,
         examples=simulate.EXAMPLES,
+    ),
+    "show": Command(
+        help="play chats or a trace without a model and show the tree; --html writes a page that plays its life",
+        add_arguments=show.add_arguments,
+        run=show.run_from_arguments,
+        examples=show.EXAMPLES,
     ),
     "bench": Command(
         help="measure this project beside its peers, where those are installed",
