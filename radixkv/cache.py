@@ -28,7 +28,7 @@ from .errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 from .events import BlockLog, Listener
 from .eviction import EvictionPolicy, policy_of
 from .node import RadixNode, Use
-from .pool import BlockPool
+from .pool import ROOM, BlockPool
 from .stats import CacheStats
 from .tokens import (
     TOKEN_BYTES,
@@ -141,7 +141,7 @@ class PrefixCache:
         self.num_blocks = num_blocks
         self.keep_partial = keep_partial
         self.min_copy_tokens = min_copy_tokens
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, most_room=ROOM)
         self.tree = RadixTree(block_size, policy_of(policy, block_size))
         self.stats = CacheStats()
         self.storage = storage

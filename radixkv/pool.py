@@ -24,22 +24,31 @@ from .errors import OutOfBlocks
 FREE = 0
 CACHED = -1  # in `_owners`; a positive number counts the tables that own the block
 _ONE_OWNER = array("i", (1,))
+# Room for 256 tokens in blocks of 16. With twice as much, hardly more neighbours were contiguous.
+ROOM = 16
+_ROOM_SHARE = 64  # a run's room is at most this part of what is free: little in a small or nearly full pool
 
 
 class BlockPool:
     """Hands out block ids, in ascending contiguous runs where it can.
+
+    most_room: so many free blocks are left before and behind a new run while there are plenty, so that it and its
+    neighbour can grow in place. With `ROOM`, beside others that come, grow and go in a pool with room for all, 97 % of
+    neighbours in a table were contiguous, and 60 to 70 % with 0 (`radixkv bench attention`). Where nothing grows, runs
+    tile the pool only with 0.
 
     >>> pool = BlockPool(8)
     >>> list(pool.allocate(3)), pool.num_free
     ([0, 1, 2], 5)
     """
 
-    __slots__ = ("_cursor", "_owners", "_used", "num_blocks", "num_cached", "num_free")
+    __slots__ = ("_cursor", "_owners", "_used", "most_room", "num_blocks", "num_cached", "num_free")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, most_room: int = 0) -> None:
         if not 1 <= integer(num_blocks, "num_blocks") < 2**31:
             raise ValueError(f"num_blocks is {num_blocks}; allowed: 1 <= num_blocks < 2**31")
         self.num_blocks = num_blocks
+        self.most_room = most_room
         self.num_free = num_blocks
         self.num_cached = 0
         self._owners = array("i", bytes(4 * num_blocks))
@@ -73,22 +82,37 @@ class BlockPool:
             raise OutOfBlocks(num_blocks, self.num_free, 0)
         if num_blocks == 0:
             return array("I")
-        used = self._used
-        wanted = bytes(num_blocks)
-        if after is not None and used.startswith(wanted, after + 1):
-            start = after + 1
+        if after is not None and self._used.startswith(bytes(num_blocks), after + 1):
+            block_ids = self._take_run(after + 1, after + 1 + num_blocks)
         else:
-            # Next fit: going round keeps long runs whole, where first fit would nibble at the same low ids for ever.
-            start = used.find(wanted, self._cursor)
-            if start < 0:
-                start = used.find(wanted)
-        if start >= 0:
-            block_ids = self._take_run(start, start + num_blocks)
-            self._cursor = start + num_blocks
-        else:
-            block_ids = self._take_scattered(num_blocks)
+            start = self._place(num_blocks)
+            if start >= 0:
+                block_ids = self._take_run(start, start + num_blocks)
+                self._cursor = start + num_blocks
+            else:
+                block_ids = self._take_scattered(num_blocks)
         self.num_free -= num_blocks
         return block_ids
+
+    def _place(self, num_blocks: int) -> int:
+        """Where a new run of free blocks should begin; negative if there is none.
+
+            run of one request │ room │ new run │ room │
+                               start  └ here
+
+        Requests that grow side by side take turns: without room between them, each would find its successor taken.
+        """
+        room = min(self.most_room, self.num_free // _ROOM_SHARE)
+        if room:
+            start = self._find(bytes(num_blocks + 2 * room))
+            if start >= 0:
+                return start + room if start > 0 else 0  # nothing grows into the pool's first blocks
+        return self._find(bytes(num_blocks))
+
+    def _find(self, wanted: bytes) -> int:
+        """Next fit: going round keeps long runs whole, where first fit would nibble at the same low ids for ever."""
+        start = self._used.find(wanted, self._cursor)
+        return start if start >= 0 else self._used.find(wanted)
 
     def _take_scattered(self, num_blocks: int) -> array[int]:
         """The lowest free blocks, run by run: there is no single run of that length."""

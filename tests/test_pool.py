@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv import OutOfBlocks
-from radixkv.pool import BlockPool
+from radixkv.pool import ROOM, BlockPool
 
 TREE = "tree"
 
@@ -137,6 +137,41 @@ def test_a_table_grows_in_place_while_its_successors_are_free():
     pool.release([2])
     assert list(pool.allocate(1, after=1)) == [2], "the next fit would have been 4"
     assert list(pool.allocate(1, after=9)) == [3 + 1], "nothing follows the last block"
+
+
+def test_runs_that_grow_side_by_side_stay_contiguous():
+    """Requests that decode together take blocks in turns; without room between them every block would be a new run."""
+    pool = BlockPool(1024, most_room=ROOM)
+    tables = [list(pool.allocate(3)) for _ in range(8)]
+    for _ in range(8):
+        for table in tables:
+            table += pool.allocate(1, after=table[-1])
+    assert all(table == list(range(table[0], table[0] + 11)) for table in tables)
+    pool = BlockPool(1024)
+    first, second = pool.allocate(3), pool.allocate(3)
+    assert list(pool.allocate(1, after=first[-1])) == [second[-1] + 1]
+
+
+def test_room_is_left_behind_runs_found_on_the_way_round_too():
+    """The free blocks behind a request that still grows are its room, and no place for another."""
+    pool = BlockPool(256, most_room=ROOM)
+    growing = pool.allocate(10)
+    others = pool.allocate(200), pool.allocate(35)
+    pool.release(others[0])
+    assert pool.allocate(100)[0] == 10 + 200 // 64
+    assert list(pool.allocate(3, after=growing[-1])) == [10, 11, 12]
+
+
+def test_room_never_makes_an_allocation_fail_or_scatter():
+    """Room is what is left over: a run that fits only without it is still one run, and all blocks can be had."""
+    pool = BlockPool(640, most_room=ROOM)
+    for _ in range(20):
+        pool.allocate(8)
+    longest = max(map(len, bytes(pool._used).split(b"\1")))
+    run = pool.allocate(longest)
+    assert list(run) == list(range(run[0], run[0] + longest))
+    assert len(pool.allocate(pool.num_free)) + longest == 640 - 160
+    pool.check()
 
 
 def test_runs_are_searched_all_round_before_blocks_are_scattered():
