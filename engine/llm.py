@@ -126,7 +126,7 @@ class LLM:
             self.cache.decode = decoder.tokenizer.decode  # so that a drawn node shows its text
         swap = HostSwap(storage) if preemption == "swap" else None
         scheduler = Scheduler(self._config, self.cache, swap)
-        self.core = EngineCore(scheduler, ModelRunner(decoder, storage), self.cache, log_interval_s)
+        self.core = EngineCore(scheduler, ModelRunner(decoder, storage, attention), self.cache, log_interval_s)
 
     # ---------------------------------------------------------------- facts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from radixkv.baselines import CacheManager
 from radixkv.storage import KVStorage
 
-from .batch import Row, build_batch
+from .batch import BatchBuilder, Row
 from .logprobs import Logprob
 from .sampler import Draw, candidates, prompt_logprobs, sample
 from .scheduler import Computed, Scheduled
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Owns the decoder and the tensors; reads block tables, never changes them."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage, attention: str = "auto") -> None:
         self.decoder = decoder
         self.storage = storage
+        self._builder = BatchBuilder(storage.block_size, storage.device, attention=attention)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -42,9 +43,10 @@ class ModelRunner:
         """Computes K and V of the scheduled tokens; for each request whose tokens are all computed then, samples."""
         rows = []
         for work in scheduled:
-            block_ids = cache.block_table(work.request.request_id)
-            rows.append(Row(work.token_ids, work.start, block_ids, _num_logits(work)))
-        batch = build_batch(rows, cache.block_size, self.storage.device)
+            request_id = work.request.request_id
+            block_ids = cache.block_table(request_id)
+            rows.append(Row(work.token_ids, work.start, block_ids, _num_logits(work), key=request_id))
+        batch = self._builder.build(rows)
         logits = self.decoder.forward(batch, self.storage)  # (N, vocab)
 
         draws: list[Draw] = []

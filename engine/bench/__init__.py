@@ -4,4 +4,8 @@
 `add_arguments(parser)` and `run_from_arguments(arguments)`.
 """
 
-BENCHMARKS = {"tree": "engine.bench.tree", "scheduler": "engine.bench.scheduler"}
+BENCHMARKS = {
+    "tree": "engine.bench.tree",
+    "scheduler": "engine.bench.scheduler",
+    "attention": "engine.bench.attention",
+}

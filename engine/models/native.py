@@ -140,7 +140,7 @@ class NativeModel:
                 scale=layer.scale,
                 span=layer.span,
             ).flatten(1)  # (T, H * D)
-            if index == last and len(batch.logits_indices) < len(hidden):
+            if index == last:
                 attended, hidden = attended[batch.logits_indices], hidden[batch.logits_indices]  # (N, ...)
             hidden = layer.out(attended, hidden)
             x = torch.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)

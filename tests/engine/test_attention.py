@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="attention needs torch")
 
-from engine.attention import gather  # noqa: E402
+from engine.attention import partial  # noqa: E402
 from engine.attention.gather import gather_attention  # noqa: E402
 from engine.attention.reference import reference_attention  # noqa: E402
 from engine.batch import Row, Span, build_batch  # noqa: E402
@@ -80,7 +80,7 @@ def test_explicit_formula_in_pieces_equals_the_whole(monkeypatch):
     storage, batch, q, k, v, _ = random_case(3, 4, (4, 2), 8, 8, False, float("nan"))
     arguments = {"softcap": 2.0, "sinks": torch.linspace(-1, 1, 4), "span": Span(window=5)}
     whole = gather_attention(q, k, v, storage, 1, batch.metadata, **arguments)
-    monkeypatch.setattr(gather, "_MAX_SCORES", 100)
+    monkeypatch.setattr(partial, "_MAX_SCORES", 100)
     pieces = gather_attention(q, k, v, storage, 1, batch.metadata, **arguments)
     torch.testing.assert_close(pieces, whole, **TOLERANCE)
 

@@ -30,10 +30,14 @@ POOL_TOKENS = 512
 PARAMS = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
+# Every fast path on, and every one off: how the model is run, and how its attention reads.
+WAYS = [pytest.param("auto", "tree", id="fast"), pytest.param("transformers", "gather", id="plain")]
+
+
 @functools.cache
-def decoder_of(name):
+def decoder_of(name, model_impl="auto"):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return Decoder.load(tiny_model(name))
+    return Decoder.load(tiny_model(name), model_impl=model_impl)
 
 
 def prompt(length, seed):
@@ -52,9 +56,10 @@ def own_tokens(name, ids, num_new=NUM_NEW, eos_token_id=None):
     return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
 
 
-def make_llm(name="llama", block_size=16, num_tokens=POOL_TOKENS, **arguments):
+def make_llm(name="llama", block_size=16, num_tokens=POOL_TOKENS, model_impl="auto", **arguments):
     """An engine over a pool of `num_tokens` slots."""
-    return LLM(decoder_of(name), block_size=block_size, num_blocks=num_tokens // block_size, **arguments)
+    decoder = decoder_of(name, model_impl)
+    return LLM(decoder, block_size=block_size, num_blocks=num_tokens // block_size, **arguments)
 
 
 def tokens_of(outputs):
@@ -74,10 +79,11 @@ def assert_idle(llm):
 class TestEquivalence:
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
     @pytest.mark.parametrize("name", MODELS)
-    def test_tokens_equal_those_of_the_model_alone_cold_and_warm(self, name, block_size):
+    @pytest.mark.parametrize(("model_impl", "attention"), WAYS)
+    def test_tokens_equal_those_of_the_model_alone_cold_and_warm(self, model_impl, attention, name, block_size):
         """The one promise: a ragged batch changes no token, and neither does a hit on all but the last one."""
         wanted = [own_tokens(name, tuple(ids)) for ids in PROMPTS]
-        llm = make_llm(name, block_size)
+        llm = make_llm(name, block_size, model_impl=model_impl, attention=attention)
         for expected_hits in ([0] * len(PROMPTS), [length - 1 for length in LENGTHS]):
             outputs = llm.generate(PROMPTS, PARAMS)
             assert tokens_of(outputs) == wanted
@@ -87,11 +93,12 @@ class TestEquivalence:
 
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
     @pytest.mark.parametrize("name", MODELS)
-    def test_a_small_pool_changes_no_token(self, name, block_size):
+    @pytest.mark.parametrize(("model_impl", "attention"), WAYS)
+    def test_a_small_pool_changes_no_token(self, model_impl, attention, name, block_size):
         """Queueing and eviction are matters of time: with room for one request only, each equals its solo run."""
         wanted = [own_tokens(name, tuple(ids)) for ids in PROMPTS]
         just_enough = math.ceil((max(LENGTHS) + NUM_NEW - 1) / block_size) * block_size
-        llm = make_llm(name, block_size, just_enough)
+        llm = make_llm(name, block_size, just_enough, model_impl=model_impl, attention=attention)
         order = random.Random(block_size).sample(range(len(PROMPTS)), len(PROMPTS))
         for _ in range(2):
             outputs = llm.generate([PROMPTS[index] for index in order], PARAMS)
@@ -105,13 +112,14 @@ class TestEquivalence:
         llm = make_llm("llama", 4, **limits)
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == [own_tokens("llama", tuple(ids)) for ids in PROMPTS]
 
+    @pytest.mark.parametrize(("model_impl", "attention"), WAYS)
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-    def test_order_and_repetition_of_prompts_change_no_token(self, block_size):
+    def test_order_and_repetition_of_prompts_change_no_token(self, block_size, model_impl, attention):
         """Prompts that share starts, and whole prompts twice, in three orders over one cache that grows."""
         stem = prompt(40, 5)
         prompts = [stem[:n] + prompt(m, n + m) for n, m in ((16, 9), (33, 1), (40, 0), (15, 3), (40, 5), (40, 0))]
         wanted = [own_tokens("llama", tuple(ids)) for ids in prompts]
-        llm = make_llm("llama", block_size)
+        llm = make_llm("llama", block_size, model_impl=model_impl, attention=attention)
         for seed in range(3):
             order = random.Random(seed).sample(range(len(prompts)), len(prompts))
             outputs = llm.generate([prompts[index] for index in order], PARAMS)

@@ -50,16 +50,17 @@ REQUESTS = [
 
 
 @functools.cache
-def decoder_of(name):
+def decoder_of(name, model_impl="auto"):
     """The decoder of a tiny model; built once, since nothing here changes it."""
-    return Decoder.load(tiny_model(name))
+    return Decoder.load(tiny_model(name), model_impl=model_impl)
 
 
 @functools.cache
 def solo(name, index):
-    """Tokens and finish reason of one of `REQUESTS`, alone in a new engine that keeps nothing."""
+    """Tokens and finish reason of one of `REQUESTS`, alone in a new engine that keeps nothing and takes no fast path."""
     ids, params = REQUESTS[index]
-    llm = LLM(decoder_of(name), num_blocks=6, enable_prefix_caching=False)
+    decoder = decoder_of(name, "transformers")
+    llm = LLM(decoder, num_blocks=6, enable_prefix_caching=False, attention="gather")
     (output,) = llm.generate(ids, params)
     assert output.metrics.num_preemptions == 0
     return output.outputs[0].token_ids, output.outputs[0].finish_reason
@@ -78,10 +79,11 @@ def blocks_for(share, block_size):
 
 
 class Engine:
-    """An `LLM` driven step by step, which is recounted after each one."""
+    """An `LLM` driven step by step, which is recounted after each one. What requests share is always read once."""
 
     def __init__(self, name, num_blocks, block_size, **options):
         self.name = name
+        options = {"attention": "tree", **options}
         self.llm = LLM(decoder_of(name), num_blocks=num_blocks, block_size=block_size, **options)
         self.core, self.cache, self.config = self.llm.core, self.llm.cache, self.llm.core.scheduler.config
         self.num_steps = 0
