@@ -22,7 +22,7 @@ from engine.core import EngineCore  # noqa: E402
 from engine.models.decoder import Decoder  # noqa: E402
 from engine.scheduler import Scheduler  # noqa: E402
 from radixkv import DuplicateRequest  # noqa: E402
-from tiny_models import VOCAB_SIZE, model_of, tiny_model  # noqa: E402
+from tiny_models import VOCAB_SIZE, tiny_model  # noqa: E402
 
 BLOCK_SIZES = [1, 4, 16]
 # Rotated positions, learned ones, and a window shorter than the prompts.

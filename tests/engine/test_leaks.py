@@ -24,9 +24,7 @@ def resident_mib():
 
 def test_thousands_of_requests_leave_neither_objects_nor_memory_behind():
     """B077: short ones, some with two continuations, a third aborted at random moments, many preempted and swapped."""
-    llm = LLM(
-        Decoder.load(tiny_model("llama")), num_blocks=48, block_size=1, max_num_seqs=16, preemption="swap"
-    )
+    llm = LLM(Decoder.load(tiny_model("llama")), num_blocks=48, block_size=1, max_num_seqs=16, preemption="swap")
     draw = random.Random(1)
     core = llm.core
     aborts = {}
