@@ -8,4 +8,5 @@ BENCHMARKS = {
     "tree": "engine.bench.tree",
     "scheduler": "engine.bench.scheduler",
     "attention": "engine.bench.attention",
+    "chat": "engine.bench.chat",
 }

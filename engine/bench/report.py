@@ -99,9 +99,10 @@ def print_report(
     results: Sequence[Result],
     *,
     only_json: bool = False,
+    facts: dict[str, Any] | None = None,
     out: TextIO | None = None,
 ) -> None:
-    """Prints the tables, unless `only_json`, and as the last line the JSON object."""
+    """Prints the tables, unless `only_json`, and as the last line the JSON object. facts: what else that holds."""
     out = sys.stdout if out is None else out
     where = machine()
     if not only_json:
@@ -110,7 +111,8 @@ def print_report(
         for table in tables:
             print_table(table, out)
         print(file=out)
-    document = {"benchmark": benchmark, "machine": where, "results": [result.to_json() for result in results]}
+    of_results = [result.to_json() for result in results]
+    document = {"benchmark": benchmark, "machine": where, **(facts or {}), "results": of_results}
     print(json.dumps(document, ensure_ascii=False), file=out)
 
 

@@ -50,7 +50,8 @@ def test_thousands_of_requests_leave_neither_objects_nor_memory_behind():
     # The tree and hypothesis' own bookkeeping move a little; a leak of one object a request would show as 4,000.
     assert max(counts) - min(counts) < 400
     if memory[0] is not None:
-        assert memory[-1] - memory[0] < 10
+        # The second half: oneDNN keeps a kernel for each number of rows that a product has had, the last 1,024 of them.
+        assert memory[-1] - memory[len(memory) // 2] < 10
     llm.cache.check()
     assert llm.cache.num_private_blocks == llm.cache.num_protected_blocks == 0
     assert core.num_requests == 0 and not core.scheduler.has_requests
