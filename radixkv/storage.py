@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .huge_pages import advise_range
+
 
 class LayerShape(NamedTuple):
     """How many KV heads a layer keeps per token, and how wide their keys and values are."""
@@ -66,6 +68,8 @@ class KVStorage:
         # Not zeroed: that would touch every page of memory at start, and correct readers cannot tell the difference.
         self._buffer = torch.empty(self.size_bytes // dtype.itemsize, dtype=dtype, device=device)
         self.device = self._buffer.device
+        if self.device.type == "cpu":
+            advise_range(self._buffer.data_ptr(), self.size_bytes)
 
         shapes = [(shape.num_kv_heads, shape.key_dim) for shape in self.layers]
         shapes += [(shape.num_kv_heads, shape.value_dim) for shape in self.layers]

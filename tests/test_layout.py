@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # all rows: it gathers the public names.
 ROWS = {
     "radixkv": [
-        ["errors", "arguments"],
+        ["errors", "arguments", "huge_pages"],
         ["tokens"],
         ["render"],  # low, so that a node and a block table can draw themselves; it knows them by what they offer
         ["pool", "node", "events", "stats"],

@@ -20,12 +20,12 @@ M = hidden size, I = intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding, layer_norm, silu
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -38,7 +38,7 @@ from engine.attention import attend
 from engine.attention.gather import Storage
 from engine.batch import Batch, Span
 
-from .packed import is_altered, make_linear
+from .packed import PackedLinear, PlainLinear, is_altered, make_linear, use_huge_pages
 
 _FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -62,15 +62,16 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 class _Layer:
     """One layer, its members in the order of use."""
 
-    input_norm: Tensor  # (M,)
-    qkv: Callable[..., Tensor]  # (T, M) → (T, (H + 2K) * D)
+    input_norm: Tensor  # (2M,), see `_rms_norm`
+    qkv: PackedLinear | PlainLinear  # (T, M) → (T, (H + 2K) * D)
     qk_norm: Tensor | None  # (H + K, D): each head of queries and keys is normed, or none
+    ones: Tensor  # (2D,): a norm of heads without weights
     span: Span
     scale: float
-    out: Callable[..., Tensor]  # (T, H * D) → (T, M)
-    mlp_norm: Tensor  # (M,)
-    gate_up: Callable[..., Tensor]  # (T, M) → (T, 2I)
-    down: Callable[..., Tensor]  # (T, I) → (T, M)
+    out: PackedLinear | PlainLinear  # (T, H * D) → (T, M)
+    mlp_norm: Tensor  # (2M,)
+    gate_up: PackedLinear | PlainLinear  # (T, M) → (T, 2I)
+    down: PackedLinear | PlainLinear  # (T, I) → (T, M)
 
 
 class NativeModel:
@@ -92,8 +93,10 @@ class NativeModel:
             self._layers.append(self._layer(layer, spans[index]))
             if takes_weights:
                 layer.to("meta")
-        self._norm = model.model.norm.weight.detach()  # (M,)
+        self._norm = _doubled(model.model.norm.weight)  # (2M,)
         self._head = make_linear(model.lm_head.weight, model.lm_head.bias)  # (N, M) → (N, vocab_size)
+        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        use_huge_pages([*linears, self._head])
 
     def _layer(self, layer: nn.Module, span: Span) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -102,13 +105,14 @@ class NativeModel:
             norms = [attention.q_norm.weight] * self._num_heads + [attention.k_norm.weight] * self._num_kv_heads
             qk_norm = torch.stack(norms).detach()
         return _Layer(
-            input_norm=layer.input_layernorm.weight.detach(),
+            input_norm=_doubled(layer.input_layernorm.weight),
             qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm=qk_norm,
+            ones=_doubled(self._embedding.new_ones(attention.head_dim)),
             span=span,
             scale=attention.scaling,
             out=_joined(attention.o_proj),
-            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            mlp_norm=_doubled(layer.post_attention_layernorm.weight),
             gate_up=_joined(mlp.gate_proj, mlp.up_proj),
             down=_joined(mlp.down_proj),
         )
@@ -122,18 +126,18 @@ class NativeModel:
         cos, sin = self._rotation(hidden, batch.position_ids)  # (T, 1, D)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            x = torch.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
+            x = _rms_norm(hidden, layer.input_norm, eps)
             qkv = layer.qkv(x).view(len(x), num_rotated + num_kv_heads, -1)  # (T, H + 2K, D)
-            qk = qkv[:, :num_rotated]
+            qk, v = qkv.split((num_rotated, num_kv_heads), dim=1)  # (T, H + K, D), (T, K, D)
             if layer.qk_norm is not None:
-                qk = torch.rms_norm(qk, qk.shape[-1:], None, eps) * layer.qk_norm
+                qk = _rms_norm(qk, layer.ones, eps) * layer.qk_norm
             # Each half of a head is rotated with the other: q * cos + (-second half, first half) * sin; the sign is in
             # sin, and rolling by half a head changes the halves.
             qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
             attended = attend(
                 qk[:, :num_heads],
                 qk[:, num_heads:],
-                qkv[:, num_rotated:],
+                v,
                 storage,
                 index,
                 batch.metadata,
@@ -143,10 +147,10 @@ class NativeModel:
             if index == last:
                 attended, hidden = attended[batch.logits_indices], hidden[batch.logits_indices]  # (N, ...)
             hidden = layer.out(attended, hidden)
-            x = torch.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
+            x = _rms_norm(hidden, layer.mlp_norm, eps)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)  # (T, I) each
             hidden = layer.down(silu(gate).mul_(up), hidden)
-        hidden = torch.rms_norm(hidden, hidden.shape[-1:], self._norm, eps)
+        hidden = _rms_norm(hidden, self._norm, eps)
         return self._head(hidden)
 
     def _rotation(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +160,28 @@ class NativeModel:
         return cos[0][:, None], torch.cat([-first, second], dim=-1)[:, None]
 
 
-def _joined(*linears: nn.Linear) -> Callable[..., Tensor]:
+# From here on, the memory of the doubled rows costs more than the operations saved.
+_FEW_ROWS = 16
+
+
+def _doubled(weight: Tensor) -> Tensor:
+    """A norm's weight (M,) as `_rms_norm` takes it: (2M,), the second half 0."""
+    return torch.cat([weight.detach(), torch.zeros_like(weight)])
+
+
+def _rms_norm(x: Tensor, doubled: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension.
+
+    torch computes it by a dozen operations on a CPU, of which each has a cost of its own: 61 norms a step, 4 % of it
+    at few rows. A layer norm is one. It takes the mean off; over x and -x the mean is 0, and the variance is that of x.
+    """
+    width = x.shape[-1]
+    if len(x) > _FEW_ROWS:
+        return torch.rms_norm(x, (width,), doubled[:width], eps)
+    return layer_norm(torch.cat([x, -x], dim=-1), (2 * width,), doubled, None, eps)[..., :width]
+
+
+def _joined(*linears: nn.Linear) -> PackedLinear | PlainLinear:
     """One linear layer whose output is that of all of these, end to end."""
     weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears]
