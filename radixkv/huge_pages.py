@@ -2,7 +2,7 @@
 
 A decode step reads every weight once, and the KV of each request. In pages of 4 KiB, hundreds of megabytes need more
 translations than a processor keeps, and in a virtual machine each of them is looked up twice. With pages of 2 MiB a
-step of a 135-million-parameter model took 15 to 18 % less time (one core of a virtual machine, bfloat16, batch 1 and 8).
+step of a 135-million-parameter model took about a fifth less time (one core of a virtual machine, batch 1 and 8).
 
 Linux only; anywhere else, and where the kernel says no, nothing happens and nothing is lost.
 """

@@ -29,7 +29,7 @@ def test_text_and_notebook_hold_the_same_cells(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_those_of_one_run_from_top_to_bottom(path):
-    """Outputs are kept so that the pictures are seen where nothing runs; then they must be whole, and without errors."""
+    """Outputs are kept so that pictures are seen where nothing runs; then they must be whole, and without errors."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))

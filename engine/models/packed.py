@@ -102,7 +102,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def use_huge_pages(linears: Iterable[nn.Module]) -> None:
-    """Asks for huge pages under the weights of packed layers, where they are enough to be worth it; see `huge_pages`."""
+    """Asks for huge pages under the weights of packed layers, where there are enough of them; see `huge_pages`."""
     packed = [linear._packed for linear in linears if isinstance(linear, PackedLinear)]
     if sum(torch.ops.mkldnn._nbytes(weight) for weight in packed) >= _WORTH_HUGE_PAGES:
         advise_mappings_of(torch.ops.mkldnn.data_ptr(weight) for weight in packed)

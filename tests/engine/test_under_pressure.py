@@ -57,7 +57,7 @@ def decoder_of(name, model_impl="auto"):
 
 @functools.cache
 def solo(name, index):
-    """Tokens and finish reason of one of `REQUESTS`, alone in a new engine that keeps nothing and takes no fast path."""
+    """Tokens and finish reason of one of `REQUESTS`, alone in a new engine without a cache and any fast path."""
     ids, params = REQUESTS[index]
     decoder = decoder_of(name, "transformers")
     llm = LLM(decoder, num_blocks=6, enable_prefix_caching=False, attention="gather")
