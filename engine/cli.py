@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from engine import show, simulate
 from engine.bench import BENCHMARKS
 from engine.chats import FORMATS, builtin_chats, read_chats
+from engine.config import ATTENTIONS, MODEL_IMPLS
 from engine.errors import EngineError
 from engine.replay import HISTORIES
 from radixkv.errors import RadixKVError
@@ -167,7 +168,16 @@ def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s"
     )
-    model.add_argument("--device", default="cpu", help="such as cpu or cuda (default: %(default)s)")
+    model.add_argument("--device", default="cpu", help="such as cpu, cuda, or auto (default: %(default)s)")
+    model.add_argument(
+        "--model-impl",
+        choices=MODEL_IMPLS,
+        default="auto",
+        help="how the model is run (default: native where it can be)",
+    )
+    model.add_argument(
+        "--attention", choices=ATTENTIONS, default="auto", help="how shared KV is read (default: once where that pays)"
+    )
     model.add_argument("--threads", metavar="N", type=positive, help="threads that torch may use")
     model.add_argument("--block-size", metavar="N", type=positive, default=16, help="tokens a block (default: 16)")
     size = model.add_mutually_exclusive_group()
@@ -216,8 +226,6 @@ def _run_replay(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         ignore_eos=arguments.ignore_eos,
     )
-    if arguments.device != "cpu":
-        _check_device(arguments.device)
     if arguments.threads is not None:
         import torch
 
@@ -233,6 +241,8 @@ def _run_replay(arguments: argparse.Namespace) -> None:
         arguments.model,
         dtype=arguments.dtype,
         device=arguments.device,
+        model_impl=arguments.model_impl,
+        attention=arguments.attention,
         block_size=arguments.block_size,
         policy=arguments.policy,
         max_num_seqs=arguments.concurrency,
@@ -267,17 +277,6 @@ def _run_replay(arguments: argparse.Namespace) -> None:
 
 def _begin_chapter(recording: Recording, turn: int, names: Sequence[str]) -> None:
     recording.chapter(f"{', '.join(names)}, turn {turn}")
-
-
-def _check_device(device: str) -> None:
-    """Raises ValueError if torch cannot put a tensor there."""
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no class of its own for this
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"device {device!r} cannot be used: {reason}") from error
 
 
 @contextmanager
@@ -357,7 +356,10 @@ COMMANDS = {
   radixkv bench tree                                   what a request costs the scheduler, without any model
   radixkv bench tree --only workload --block-sizes 16 --no-peers
   radixkv bench tree --peer-path sglang=path/to/unpacked/wheel --json
-  radixkv bench scheduler                              preemption and order of admission, on a clock of their own""",
+  radixkv bench scheduler                              preemption and order of admission, on a clock of their own
+  radixkv bench attention                              what reading shared KV once saves
+  radixkv bench chat                                   the engine beside transformers, vLLM and llama.cpp
+  radixkv bench chat --quick                           ... everything once, at tiny sizes""",
     ),
 }
 
