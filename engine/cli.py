@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import show, simulate
+from engine.arguments import at_least, positive
 from engine.bench import BENCHMARKS
 from engine.chats import FORMATS, builtin_chats, read_chats
 from engine.config import ATTENTIONS, MODEL_IMPLS
@@ -124,24 +125,10 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {number}")
-        return number
-
-    return convert
-
-
 # replay ---------------------------------------------------------------------------------------------------------------
 
 
 def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    positive = _at_least(1)
     chats = parser.add_argument_group("what is said")
     chats.add_argument(
         "--chats",
@@ -189,7 +176,7 @@ def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--ignore-eos", action="store_true", help="let every reply run to --max-tokens")
     run.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
     run.add_argument("--top-p", metavar="P", type=float, default=1.0, help="default: 1, which keeps all tokens")
-    run.add_argument("--top-k", metavar="K", type=_at_least(0), default=0, help="default: 0, which keeps all tokens")
+    run.add_argument("--top-k", metavar="K", type=at_least(0), default=0, help="default: 0, which keeps all tokens")
     run.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default: 0)")
     run.add_argument(
         "--concurrency",

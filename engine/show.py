@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.arguments import at_least, positive
 from engine.chats import builtin_chats
 from radixkv import PrefixCache
 from radixkv.eviction import POLICIES
@@ -52,14 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--requests",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=_REQUESTS,
         help="the first N only (default: %(default)s)",
     )
     what.add_argument(
         "--conversations",
         metavar="N",
-        type=_positive,
+        type=positive,
         help=f"of the first N conversations only (default: {_CONVERSATIONS}, or all where requests have times)",
     )
     what.add_argument(
@@ -71,17 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--num-blocks",
         metavar="N",
-        type=_positive,
+        type=positive,
         help="blocks in the pool (default: three quarters of what all requests together would fill)",
     )
     cache.add_argument(
-        "--block-size", metavar="N", type=_positive, help="tokens a block (default: 16; 1 where a trace names blocks)"
+        "--block-size", metavar="N", type=positive, help="tokens a block (default: 16; 1 where a trace names blocks)"
     )
     cache.add_argument("--policy", choices=POLICIES, default="lru", help="which leaf goes first (default: %(default)s)")
     cache.add_argument(
         "--concurrency",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=2,
         help="requests that run at once (default: %(default)s)",
     )
@@ -90,23 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--max-frames",
         metavar="N",
-        type=_at_least_3,
+        type=at_least(3),
         default=MAX_FRAMES,
         help="pictures at most (default: %(default)s)",
     )
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _at_least_3(text: str) -> int:
-    if _positive(text) < 3:
-        raise argparse.ArgumentTypeError(f"must be at least 3, not {text}")
-    return int(text)
 
 
 # What is played -------------------------------------------------------------------------------------------------------

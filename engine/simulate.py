@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.arguments import positive
 from engine.bench.report import Table, print_table
 from engine.plots import Findings, draw
 from engine.pressure import preemption_pressure
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("the traffic")
     what.add_argument("trace", metavar="TRACE", nargs="?", help="a trace file or folder, plain or gzipped")
     what.add_argument("--format", choices=FORMATS, default="auto", help="of the trace (default: %(default)s)")
-    what.add_argument("--limit", metavar="N", type=_positive, help="read the first N requests only")
+    what.add_argument("--limit", metavar="N", type=positive, help="read the first N requests only")
     what.add_argument("--skip-bad", action="store_true", help="pass over malformed rows, and count them")
     what.add_argument("--round-robin", action="store_true", help="request 1 of every conversation, then request 2, ...")
     what.add_argument(
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(POLICIES)}, optimal (what no policy can beat), or all (default: lru)",
     )
     cache.add_argument("--num-blocks", metavar="N", type=_capacity, nargs="+", help="capacities (default: inf)")
-    cache.add_argument("--block-size", metavar="N", type=_positive, help="tokens a block (default: the trace's own)")
+    cache.add_argument("--block-size", metavar="N", type=positive, help="tokens a block (default: the trace's own)")
     cache.add_argument(
         "--token-exact", action="store_true", help="hits that go on into a block, as the engine has them"
     )
@@ -113,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ask.add_argument("--curve", action="store_true", help="LRU at every capacity: the miss-ratio curve, exact")
     ask.add_argument("--sample", metavar="RATE", type=float, help="the curve from a share of the conversations too")
-    ask.add_argument("--block-sizes", metavar="N", type=_positive, nargs="+", help="compare block sizes")
+    ask.add_argument("--block-sizes", metavar="N", type=positive, nargs="+", help="compare block sizes")
     ask.add_argument("--memory", action="store_true", help="memory over time by allocator; with --num-blocks, who fits")
     ask.add_argument("--preemption", action="store_true", help="wasted work by policy; needs --num-blocks")
     ask.add_argument("--costs", action="store_true", help="recompute against restore, and time to first token")
@@ -123,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--prefill", metavar="N", type=float, default=10_000.0, help="tokens/s of prefill (default: 10000)"
     )
-    model.add_argument("--kv-bytes", metavar="N", type=_positive, default=131_072, help="of K and V a token")
+    model.add_argument("--kv-bytes", metavar="N", type=positive, default=131_072, help="of K and V a token")
     model.add_argument(
         "--link", metavar="NAME=GB/S", action="append", type=_link, help="where KV may lie (default: host, disk)"
     )
@@ -138,14 +139,8 @@ def _names() -> str:
     return ", ".join(workloads.GENERATORS)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _capacity(text: str) -> int | None:
-    return None if text in ("inf", "infinite") else _positive(text)
+    return None if text in ("inf", "infinite") else positive(text)
 
 
 def _link(text: str) -> tuple[str, float]:

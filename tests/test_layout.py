@@ -33,7 +33,7 @@ ROWS = {
         ["sim", "router"],
     ],
     "engine": [
-        ["config", "sampling_params", "beam_search", "logprobs", "errors"],
+        ["arguments", "config", "sampling_params", "beam_search", "logprobs", "errors"],
         ["request", "metrics", "detokenizer"],
         ["preemption", "stream"],
         ["scheduler"],
@@ -139,9 +139,10 @@ def test_importing_radixkv_loads_neither_torch_nor_transformers_nor_numpy() -> N
     assert not loaded & {"torch", "transformers", "numpy", "engine"}
 
 
-def test_importing_the_command_line_loads_no_torch() -> None:
+@pytest.mark.parametrize("statement", ["import engine.cli", "import engine.cli; engine.cli._build_parser()"])
+def test_importing_the_command_line_loads_no_torch(statement: str) -> None:
     """`radixkv simulate` and `radixkv --help` work without torch, and answer before torch would have loaded."""
-    loaded = modules_after("import engine.cli")
+    loaded = modules_after(statement)
     assert "engine" in loaded
     assert not loaded & {"torch", "transformers"}
 

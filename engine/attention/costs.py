@@ -9,8 +9,8 @@ is no part of it: it is the same however the keys are divided among parts. It ap
 
 The constants were measured on one core of a server CPU with AVX-512 and AMX, at 3 KV heads of 64 and 8 of 128, with
 `radixkv bench attention`, which measures the cases that they decide and prints the predictions beside them; calls are
-taken to cost twice what they do there: in a step, the weights of a model go through the caches between two of them. With
-the higher costs a step of 32 rows took 2 to 9 % less time, and others the same. They are in nanoseconds, but only their
+taken to cost twice what they do there: in a step, a model's weights go through the caches between two of them. With the
+higher costs a step of 32 rows took 2 to 9 % less time, and others the same. They are in nanoseconds, but only their
 ratios decide, and those move little between machines.
 """
 

@@ -47,6 +47,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.arguments import positive
 from engine.bench.chat_workload import PHASES, QUICK, Cell, Settings, Vocabulary, cells_of
 from engine.bench.engines import OURS, REFERENCE, SOURCES, SYSTEMS, System
 from engine.bench.engines.process import EngineProcess, SystemFailed
@@ -542,23 +543,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     for name in ("conversations", "turns", "system_tokens", "user_tokens", "output_tokens"):
         option = f"--{name.replace('_', '-')}"
-        what.add_argument(option, metavar="N", type=_positive, help=f"of the chat (default: {getattr(defaults, name)})")
+        what.add_argument(option, metavar="N", type=positive, help=f"of the chat (default: {getattr(defaults, name)})")
     how = parser.add_argument_group("how")
-    how.add_argument("--threads", metavar="N", type=_positive, default=1, help="of each system (default: %(default)s)")
-    how.add_argument("--rounds", metavar="N", type=_positive, default=3, help="at most (default: %(default)s)")
+    how.add_argument("--threads", metavar="N", type=positive, default=1, help="of each system (default: %(default)s)")
+    how.add_argument("--rounds", metavar="N", type=positive, default=3, help="at most (default: %(default)s)")
     how.add_argument(
         "--minutes",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=18,
         help="begin nothing that can be left out when it would end later (default: %(default)s)",
     )
-    how.add_argument(
-        "--kv-gib", metavar="N", type=_positive, default=2, help="KV of each system (default: %(default)s)"
-    )
+    how.add_argument("--kv-gib", metavar="N", type=positive, default=2, help="KV of each system (default: %(default)s)")
     how.add_argument("--json", action="store_true", help="print the JSON object without the tables")
     ours = parser.add_argument_group("ours")
-    ours.add_argument("--num-blocks", metavar="N", type=_positive, help="blocks in the pool, instead of --kv-gib")
+    ours.add_argument("--num-blocks", metavar="N", type=positive, help="blocks in the pool, instead of --kv-gib")
     ours.add_argument("--attention", metavar="A", help="as `LLM` takes it")
     ours.add_argument("--model-impl", metavar="I", help="as `LLM` takes it")
     peers = parser.add_argument_group("peers", f"NAME is one of {', '.join(SOURCES)}.")
@@ -586,12 +585,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_gguf,
         help="the model for llama.cpp; without it, it is converted from --model",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _named(text: str, names: Sequence[str], form: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from engine.arguments import positive
 from engine.bench.report import Result, Table, print_report
 from engine.config import PREEMPTIONS, VICTIMS, EngineConfig
 from engine.request import Request
@@ -243,7 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `radixkv bench scheduler`."""
     defaults = Settings()
     parser.add_argument(
-        "--requests", metavar="N", type=_positive, default=defaults.requests, help="in each load (default: %(default)s)"
+        "--requests", metavar="N", type=positive, default=defaults.requests, help="in each load (default: %(default)s)"
     )
     parser.add_argument(
         "--seeds",
@@ -255,12 +256,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"measure only: {', '.join(PARTS)}")
     parser.add_argument("--json", action="store_true", help="print the JSON object without the tables")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def run_from_arguments(arguments: argparse.Namespace) -> None:

@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.arguments import positive
 from engine.bench.peers import OURS_MANAGER, OURS_TREE, PEERS, SYSTEMS, PromptCache, System, Tree
 from engine.bench.report import Result, Table, print_report
 
@@ -662,7 +663,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=defaults.requests,
         help="of the workload (default: %(default)s)",
     )
@@ -676,7 +677,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens a block, 1 to 32; what is measured at one size only takes the biggest (default: 1 16)",
     )
     parser.add_argument(
-        "--repeat", metavar="N", type=_positive, default=3, help="the median counts (default: %(default)s)"
+        "--repeat", metavar="N", type=positive, default=3, help="the median counts (default: %(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"measure only: {', '.join(PARTS)}")
     parser.add_argument(
@@ -695,16 +696,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where a peer's package lies, or a virtual environment that has it; NAME: {', '.join(sources)}",
     )
     parser.add_argument("--json", action="store_true", help="print the JSON object without the tables")
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
 
 
 def _peer_path(text: str) -> tuple[str, Path]:

@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="attention needs torch")
 
-from engine.bench import attention as bench  # noqa: E402
+from engine.bench import attention  # noqa: E402
+from engine.bench import attention_cases as bench  # noqa: E402
 
 TINY = bench.Settings(
     heads=(bench.Heads(4, 2, 8),), prompt=128, rounds=1, num_layers=2, churn_steps=120, stream_bytes=2**16
@@ -77,9 +78,9 @@ def test_the_number_of_threads_is_put_back():
 def test_the_last_line_is_one_json_object(capsys):
     """Scripts keep it."""
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    attention.add_arguments(parser)
     arguments = ["--only", "constants", "--heads", "2/1x8", "--dtypes", "float32", "--rounds", "1"]
-    bench.run_from_arguments(parser.parse_args(arguments))
+    attention.run_from_arguments(parser.parse_args(arguments))
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["benchmark"] == "attention"
     assert {"name", "ours", "peer", "ratio", "unit"} <= document["results"][0].keys()
@@ -93,7 +94,7 @@ def _quiet(line):
 def test_impossible_heads_are_refused(text, capsys):
     """With the rule, before anything is measured."""
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    attention.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--heads", text])
     assert repr(text) in capsys.readouterr().err

@@ -498,7 +498,7 @@ class TestWholeBenchmark:
             (["--peer-env", "vllm=LD_PRELOAD"], "NAME=VARIABLE=VALUE"),
             (["--gguf", "float32=/no/such/file"], "not a file"),
             (["--systems", "nobody"], "invalid choice"),
-            (["--rounds", "0"], "above 0"),
+            (["--rounds", "0"], "at least 1"),
         ],
     )
     def test_bad_options_are_refused_before_anything_runs(self, arguments, said, capsys):

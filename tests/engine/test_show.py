@@ -143,7 +143,7 @@ def test_order_pool_and_policy_are_as_asked(capsys, chats):
         (["nowhere.jsonl"], "nowhere.jsonl"),
         (["FILE", "--format", "mooncake"], "FILE"),
         (["FILE", "--num-blocks", "2"], "out of blocks"),
-        (["FILE", "--num-blocks", "0"], "not a whole number above 0"),
+        (["FILE", "--num-blocks", "0"], "must be at least 1"),
         (["FILE", "--max-frames", "2"], "must be at least 3"),
         (["FILE", "--policy", "best"], "invalid choice: 'best'"),
         (["FILE", "--html", "no-such-folder/film.html"], "a file in a folder that exists"),

@@ -137,7 +137,7 @@ def test_a_generated_workload_is_written_and_read_back(capsys, tmp_path):
         (["TRACE", "--warmup", "2"], "warmup is 2"),
         (["TRACE", "--preemption"], "needs --num-blocks"),
         (["TRACE", "--plot", "x.bmp"], "allowed: a name that ends in"),
-        (["TRACE", "--num-blocks", "0"], "not a whole number above 0"),
+        (["TRACE", "--num-blocks", "0"], "must be at least 1"),
         (["TRACE", "--link", "host"], "NAME=GB/S"),
         (["TRACE", "--set", "a=1"], "belongs to --generate"),
     ],
