@@ -28,7 +28,7 @@ def parse_size(size: int | str) -> int:
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("lifo", "largest", "least-progress")
 PREEMPTIONS = ("recompute", "swap")
-# Ways to run a model and to attend, explained in `models/decoder.py` and `attention/__init__.py`.
+# Ways to run a model and to attend, explained in `models/decoder.py` and `attention/plan.py`.
 MODEL_IMPLS = ("auto", "native", "transformers")
 ATTENTIONS = ("auto", "tree", "gather")
 

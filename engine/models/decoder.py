@@ -79,8 +79,6 @@ class Decoder:
     model_impl: str
     """How it is run: "native" or "transformers"."""
     layers: tuple[LayerShape, ...]
-    num_heads: int
-    """Query heads of a layer."""
     vocab_size: int
     max_model_len: int
     """Tokens that fit, prompt and output together."""
@@ -111,7 +109,6 @@ class Decoder:
         self.name = name
         self.dtype = model.dtype
         self.device = model.device
-        self.num_heads = config.num_attention_heads
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.max_model_len = _max_model_len(config)
         self.eos_token_ids = _eos_token_ids(model)
