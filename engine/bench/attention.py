@@ -59,9 +59,6 @@ class Settings:
     stream_bytes: int = 2**28  # read to measure the memory's rate
 
 
-# ---------------------------------------------------------------- cases
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `radixkv bench attention`."""
     defaults = Settings()
