@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from engine.attention import attend
-from engine.attention.gather import Storage
+from engine.attention.partial import Storage
 from engine.batch import Batch, Span
 
 from .packed import PackedLinear, PlainLinear, is_altered, make_linear, use_huge_pages
@@ -68,7 +68,6 @@ class _Layer:
     input_norm: Tensor  # (2M,), see `_rms_norm`
     qkv: PackedLinear | PlainLinear  # (T, M) → (T, (H + 2K) * D)
     qk_norm: Tensor | None  # (H + K, D): each head of queries and keys is normed, or none
-    ones: Tensor  # (2D,): a norm of heads without weights
     span: Span
     scale: float
     out: PackedLinear | PlainLinear  # (T, H * D) → (T, M)
@@ -91,6 +90,8 @@ class NativeModel:
         self._num_kv_heads: int = config.num_key_value_heads
         self._embedding = model.model.embed_tokens.weight.detach()  # (vocab_size, M)
         self._rotary = model.model.rotary_emb
+        # (2D,), see `_rms_norm`: heads are normed without weights, and these come after
+        self._head_ones = _doubled(self._embedding.new_ones(model.model.layers[0].self_attn.head_dim))
         self._layers: list[_Layer] = []
         for index, layer in enumerate(model.model.layers):
             self._layers.append(self._layer(layer, spans[index]))
@@ -111,7 +112,6 @@ class NativeModel:
             input_norm=_doubled(layer.input_layernorm.weight),
             qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm=qk_norm,
-            ones=_doubled(self._embedding.new_ones(attention.head_dim)),
             span=span,
             scale=attention.scaling,
             out=_joined(attention.o_proj),
@@ -133,7 +133,7 @@ class NativeModel:
             qkv = layer.qkv(x).view(len(x), num_rotated + num_kv_heads, -1)  # (T, H + 2K, D)
             qk, v = qkv.split((num_rotated, num_kv_heads), dim=1)  # (T, H + K, D), (T, K, D)
             if layer.qk_norm is not None:
-                qk = _rms_norm(qk, layer.ones, eps) * layer.qk_norm
+                qk = _rms_norm(qk, self._head_ones, eps) * layer.qk_norm
             # Each half of a head is rotated with the other: q * cos + (-second half, first half) * sin; the sign is in
             # sin, and rolling by half a head changes the halves.
             qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
