@@ -14,31 +14,7 @@ from torch import Tensor
 
 from engine.batch import AttentionMetadata, Read, Span
 
-from .partial import Pool, Storage, row_attention
-
-__all__ = ["Storage", "attend_by_row", "gather_attention"]
-
-
-def gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    storage: Storage,
-    layer: int,
-    metadata: AttentionMetadata,
-    *,
-    scale: float | None = None,
-    span: Span = Span(),  # noqa: B008 - immutable
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """What each new token attends to, `(T, H, E)` in the dtype of `q`; writes the new K and V on the way.
-
-    q: `(T, H, D)`; k: `(T, K, D)`; v: `(T, K, E)`; sinks: `(H,)`. `scale` None means `D ** -0.5`. Rows may read each
-    other's new tokens through shared blocks, because all of them are written before any row reads.
-    """
-    storage.write(layer, metadata.slot_mapping, k, v)
-    return attend_by_row(q, storage.keys(layer), storage.values(layer), metadata, scale, span, softcap, sinks)
+from .partial import Pool, row_attention
 
 
 def attend_by_row(
@@ -51,7 +27,10 @@ def attend_by_row(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`gather_attention` after the write; keys: (num_slots, K, D), values: (num_slots, K, E), by slot."""
+    """What each new token attends to, `(T, H, E)` in the dtype of `q`, once its K and V are written.
+
+    keys: (num_slots, K, D), values: (num_slots, K, E), by slot; the rest as `attend` takes it.
+    """
     num_kv_heads, value_dim = values.shape[1:]
     out = q.new_empty(q.shape[0], q.shape[1], value_dim)  # (T, H, E)
     by_row = out.view(len(out), num_kv_heads, -1, value_dim)  # (T, K, G, E)

@@ -41,7 +41,7 @@ def attend(
 
     q: `(T, H, D)`; k: `(T, K, D)`; v: `(T, K, E)`; sinks: `(H,)`. `scale` None means `D ** -0.5`. Rows may read each
     other's new tokens through shared blocks, because all of them are written before any row reads. Only slots that hold
-    a row's tokens are read. Agrees with `gather_attention` up to the rounding of sums in another order.
+    a row's tokens are read. The ways to attend agree up to the rounding of sums in another order.
     """
     storage.write(layer, metadata.slot_mapping, k, v)
     keys, values = storage.keys(layer), storage.values(layer)

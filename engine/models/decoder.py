@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from engine.attention.gather import Storage
+from engine.attention.partial import Storage
 from engine.batch import Batch, Row, Span, build_batch
 from engine.config import MODEL_IMPLS
 from engine.errors import ModelNotFound, UnsupportedModel

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from engine.attention import attend
-from engine.attention.gather import Storage
+from engine.attention.partial import Storage
 from engine.batch import AttentionMetadata, Batch, Span
 
 from .packed import pack_linears

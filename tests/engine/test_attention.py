@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="attention needs torch")
 
-from engine.attention import partial  # noqa: E402
-from engine.attention.gather import gather_attention  # noqa: E402
+from engine.attention import attend, partial  # noqa: E402
 from engine.attention.reference import reference_attention  # noqa: E402
 from engine.batch import Row, Span, build_batch  # noqa: E402
 from radixkv.storage import KVStorage, LayerShape  # noqa: E402
@@ -70,7 +69,7 @@ def test_gather_agrees_with_the_formula(
     """A028 and A026 for the attention alone: ragged rows at any offset, idle slots full of NaN, Inf or huge numbers."""
     storage, batch, q, k, v, wanted = random_case(seed, block_size, heads, *dims, contiguous, idle)
     sinks = torch.linspace(-2, 2, heads[0]) if with_sinks else None
-    out = gather_attention(q, k, v, storage, 1, batch.metadata, scale=scale, span=span, softcap=softcap, sinks=sinks)
+    out = attend(q, k, v, storage, 1, batch.metadata, scale=scale, span=span, softcap=softcap, sinks=sinks)
     truth = torch.cat([reference_attention(*row, scale, span.window, softcap, sinks, span.chunk) for row in wanted])
     torch.testing.assert_close(out, truth.float(), **TOLERANCE)
 
@@ -79,9 +78,9 @@ def test_explicit_formula_in_pieces_equals_the_whole(monkeypatch):
     """Long prompts are computed in pieces of queries to bound memory; the cut must not show."""
     storage, batch, q, k, v, _ = random_case(3, 4, (4, 2), 8, 8, False, float("nan"))
     arguments = {"softcap": 2.0, "sinks": torch.linspace(-1, 1, 4), "span": Span(window=5)}
-    whole = gather_attention(q, k, v, storage, 1, batch.metadata, **arguments)
+    whole = attend(q, k, v, storage, 1, batch.metadata, **arguments)
     monkeypatch.setattr(partial, "_MAX_SCORES", 100)
-    pieces = gather_attention(q, k, v, storage, 1, batch.metadata, **arguments)
+    pieces = attend(q, k, v, storage, 1, batch.metadata, **arguments)
     torch.testing.assert_close(pieces, whole, **TOLERANCE)
 
 
@@ -89,7 +88,7 @@ def test_only_the_new_tokens_slots_are_written():
     """B101: cached blocks are shared, and idle ones may be another request's an instant later."""
     storage, batch, q, k, v, _ = random_case(5, 4, (2, 2), 4, 4, False, 1e30)
     before = storage.keys(1).clone(), storage.values(1).clone()
-    gather_attention(q, k, v, storage, 1, batch.metadata)
+    attend(q, k, v, storage, 1, batch.metadata)
     for pool, old, new in ((storage.keys(1), before[0], k), (storage.values(1), before[1], v)):
         old[batch.metadata.slot_mapping] = new
         assert torch.equal(pool, old)
@@ -100,7 +99,7 @@ def test_a_row_reads_what_another_row_writes_in_the_same_step():
     storage = KVStorage(4, 2, [LayerShape(1, 4, 4)])
     q, k, v = torch.randn(3, 5, 1, 4, generator=torch.Generator().manual_seed(1))
     batch = build_batch([Row([1], 4, [3, 1, 2]), Row([1, 1, 1, 1], 0, [3, 1])], 2)
-    out = gather_attention(q, k, v, storage, 0, batch.metadata)
+    out = attend(q, k, v, storage, 0, batch.metadata)
     order = [1, 2, 3, 4, 0]
     truth = reference_attention(q[:1], k[order], v[order], torch.tensor([4]))
     torch.testing.assert_close(out[:1], truth.float(), **TOLERANCE)
@@ -112,7 +111,7 @@ def test_bfloat16_agrees_with_the_formula_within_its_rounding():
     half = KVStorage(storage.num_blocks, 4, storage.layers, torch.bfloat16)
     half.keys(1).copy_(storage.keys(1))
     half.values(1).copy_(storage.values(1))
-    out = gather_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), half, 1, batch.metadata)
+    out = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), half, 1, batch.metadata)
     assert out.dtype == torch.bfloat16
     truth = torch.cat([reference_attention(*row) for row in wanted])
     torch.testing.assert_close(out.double(), truth, atol=0.05, rtol=0.05)
